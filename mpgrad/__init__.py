@@ -1,14 +1,12 @@
 """mpgrad: a worker pool for PyTorch whose `map`, `reduce` and friends are differentiable.
 
 ``pool.map(fn, items)`` is the serial loop ``[fn(x) for x in items]`` run on worker processes: the
-same values, the same gradients, the same exceptions. Only the time differs; docs/guarantees.md
-lists what else may be told.
+same values, the same gradients, the same exceptions. Only the time differs. docs/guarantees.md
+lists the few other differences.
 """
 
-# both ask `threading` for something when they are imported,
+# Both modules call functions of `threading` on import, which fail once the main thread has ended.
 import concurrent.futures.process as _process  # noqa: F401
-
-# which it refuses once the main thread has ended
 import concurrent.futures.thread as _thread  # noqa: F401
 import importlib as _importlib
 import typing as _typing
@@ -38,7 +36,7 @@ if _typing.TYPE_CHECKING:
     from mpgrad.submission.results import AsyncResult, DifferentiableFuture, ResultIterator
     from mpgrad.timeline import Timeline
 
-__version__ = "0.1.0"  # setup.cfg takes it from here: right in a clone that is not installed, too
+__version__ = "0.1.0"  # setup.cfg reads it, so it is right even in a clone
 
 _HOMES = {
     "Advice": "mpgrad.advice",
@@ -109,8 +107,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> _typing.Any:
-    """Everything is imported when it is first asked for: workers need a third of it, and start so
-    much sooner."""
+    """Import a name when it is first used. Workers need a third of the names, so they start
+    sooner."""
     if name in ("functions", "joblib", "nn", "testing"):
         # joblib is not in `__all__`, because it may not be installed
         return _importlib.import_module(f"mpgrad.{name}")
@@ -119,7 +117,7 @@ def __getattr__(name: str) -> _typing.Any:
     try:
         found = getattr(_importlib.import_module(_HOMES[name]), name)
     except (AttributeError, ImportError):
-        # where a part of PyTorch is missing, it says which
+        # If a part of PyTorch is missing, this names it.
         _importlib.import_module("mpgrad.torch_state.behaviours").check()
         raise
     globals()[name] = found

@@ -1,4 +1,4 @@
-"""`mpgrad.advise` runs a sample of the items and reports whether a pool pays.
+"""`mpgrad.advise` runs a sample of the items and reports whether a pool pays off.
 
 A worker runs the loop, because it has copies of the items and of everything that the function
 reaches. So the caller's tensors and modules stay as they are. Pools run the same items. The loop
@@ -42,7 +42,7 @@ ROUNDS, WARM_UPS = 6, 1
 # A cost is worth a remark if it takes more than this share of the time.
 LARGE_SHARE = 0.2
 COPIED_PER_SECOND = 4e9  # bytes, by one CPU
-# Items that take at least these seconds are so long that the cost of sending them does not count.
+# Items of at least this many seconds are so long that the cost of sending them does not count.
 LONG = 0.02
 # A loop that uses fewer CPUs than this waits for something.
 WAITING = 0.7
@@ -199,8 +199,8 @@ def advise(
     The sample runs in the loop and in pools, forward and backward. The loop runs with one intra-op
     thread, and then with as many as your program has (`torch.get_num_threads`). The faster loop
     counts. Each worker of a pool has one intra-op thread. All runs use copies, so your tensors,
-    gradients and generators stay as they were. Effects of `fn` outside of Python (on files, say)
-    happen each time it runs.
+    gradients and generators stay as they were. Effects of `fn` outside of Python (for example on
+    files) happen each time it runs.
 
     Args:
         fn: as for `Pool.map`.
@@ -302,7 +302,7 @@ class LoopTimer:
 def first_loop(
     loop: Pool, timer: LoopTimer, items: Sequence[Any], seconds: float
 ) -> tuple[list[Any], list[float], float]:
-    """Choose a sample that takes a part of these seconds in the loop.
+    """Choose a sample that takes part of this time in the loop.
 
     The sample is the largest item and other items at random. Return the sample, the seconds of
     each item, and how many CPUs they kept busy.
@@ -310,7 +310,7 @@ def first_loop(
     largest = max(range(len(items)), key=lambda position: bytes_of(tensors_of(items[position])))
     others = [item for position, item in enumerate(items) if position != largest]
     order = [items[largest], *random.Random(0).sample(others, min(len(others), MOST_SAMPLED - 1))]
-    loop.apply(timer, (order[:1],))  # for what comes once
+    loop.apply(timer, (order[:1],))  # takes the costs that come only once
     taken: list[float] = []
     busy: list[float] = []
     while len(taken) < len(order):

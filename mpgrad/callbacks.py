@@ -1,5 +1,5 @@
 """A thread for user code that the pool runs: callbacks, handlers of `logging`, and writes to the
-caller's streams. Caller's side.
+caller's streams. It runs in the caller.
 
 User code may take long, wait for the pool, or need locks that the caller's threads hold. The
 scheduling thread feeds all workers and delivers all results, so it must not run user code. It
@@ -9,9 +9,9 @@ queues the code for this second thread:
                                    pool's own records
     caller's thread: waits for a result ── catch_up ──► gets it
 
-Any other thread that calls `later` is the caller's. This happens with engine "inline" and after the
-end of the pool. Such a thread runs the code at once. A caller that waits does not run queued code
-itself, because it may hold a lock that a stream needs, and that is not reentrant.
+Any other thread that calls `later` belongs to the caller. This happens with engine "inline" and
+after the end of the pool. Such a thread runs the code at once. A caller that waits does not run
+queued code itself, because it may hold a lock that a stream needs and that is not reentrant.
 
 If no other thread shows the progress of an operation, this thread does (see `mpgrad.progress`).
 
@@ -58,14 +58,14 @@ __all__ = [
 
 log = logging.getLogger("mpgrad")
 
-# seconds that a caller that has its result waits for one callback, handler or stream
+# seconds that a caller waits for one callback, handler or stream after its result has arrived
 PATIENCE = 0.2
 # seconds between two looks at what the thread watches
 LOOK_EVERY = 0.1
 
 
 class PeriodicJob(Protocol):
-    """Is a job that a waiting thread or the callbacks thread does now and then."""
+    """A job that a waiting thread or the callbacks thread does now and then."""
 
     @property
     def is_closed(self) -> bool:
@@ -87,7 +87,7 @@ class PeriodicJob(Protocol):
 
 
 class CallbackWaiter(NamedTuple):
-    """A caller's thread that waits until so many acts are done."""
+    """A caller's thread that waits until a certain number of acts are done."""
 
     wanted: int
     lock: threading.Lock
@@ -113,20 +113,20 @@ class CallbackThread(threading.Thread):
         self._acts.put(look_around)
 
     def tick(self, everything: bool = False) -> None:
-        """Do the jobs of the present thread; with `everything`, also the jobs that belong to no
-        other thread."""
+        """Do the jobs of the current thread; with `everything`, also the jobs that belong to no
+        thread."""
         for item in list(self.watched):
             if item.is_here or (everything and item.is_nowhere):
                 item.tick()
             if item.is_closed:
-                # Another thread may be faster.
+                # Another thread may have taken the last job.
                 with contextlib.suppress(ValueError):
                     self.watched.remove(item)
 
     def catch_up(self, patience: float = PATIENCE) -> None:
         """Wait until all code that is queued by now has run.
 
-        It returns at once in this thread itself, that is, if a callback waits for the pool.
+        If a callback waits for the pool, this runs in the thread itself, and returns at once.
 
         Args:
             patience: seconds without progress after which it returns; -1 to wait without limit.
@@ -194,7 +194,7 @@ class CallbackThread(threading.Thread):
 
 
 def look_around() -> None:
-    """Do nothing. It wakes the thread, which has something new to watch."""
+    """Do nothing but wake the thread, which has something new to watch."""
 
 
 class ThreadState(threading.local):
@@ -255,7 +255,7 @@ def given_again(message: PrintedText | LoggedRecord) -> None:
     except Exception:
         report(
             logging.ERROR,
-            "what a task has printed or logged cannot be repeated here",
+            "the output or a log record of a task cannot be repeated here",
             with_traceback=True,
         )
 
@@ -294,15 +294,15 @@ def loads_record(pickled: bytes) -> logging.LogRecord:
 def exception_again(pickled: bytes, text: str) -> BaseException:
     try:
         error = RecordUnpickler(io.BytesIO(pickled)).load()
-    # The exception's class is missing here, or its own code failed. The text is left.
+    # The exception's class is missing here, or its own code failed. Only its text is left.
     except Exception:
         error = None
     return error if isinstance(error, BaseException) else RemoteError(text.rpartition("\n")[2])
 
 
 class RecordUnpickler(ClassUnpickler):
-    """Unpickles records without an import. The callbacks thread may not wait for one, because the
-    importing thread may wait for the pool's end."""
+    """Unpickles records without an import. The callbacks thread must not wait for an import,
+    because the importing thread may wait for the pool's end."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module not in sys.modules:
@@ -332,7 +332,7 @@ def log_levels() -> LogLevels:
 
 
 # Each module has a registry of the warnings that were shown, so that the filters "default" and
-# "once" work. This is for modules that are not imported here.
+# "once" work. This registry is for modules that are not imported here.
 ELSEWHERE: dict[str, Any] = {}
 
 # warnings of tasks that have arrived
@@ -344,7 +344,7 @@ def taken(warned: Warnings) -> Iterator[WarningReport]:
     while warned:
         try:
             yield warned.popleft()
-        # Another thread was faster.
+        # Another thread has taken the last one.
         except IndexError:
             return
 

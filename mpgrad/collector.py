@@ -1,9 +1,9 @@
-"""Python's collector of cycles is held off while many small objects are made. Both sides.
+"""Pauses Python's garbage collector while many small objects are made. Both sides use it.
 
-A map of 2,000 items makes about 50,000 objects and no cycle. The collector only counts objects. It
-walks through the whole process for each quarter that is added, with torch's 300,000 objects: a
-third to a half of the caller's cost of a call with tiny tensors, and of the time that a worker
-takes to load an object of 10,000 parts.
+A map of 2,000 items makes about 50,000 objects and no cycles. But the collector only counts
+objects. Each time a quarter has been added, it walks through the whole process, including torch's
+300,000 objects. That takes a third to a half of the caller's cost of a call with tiny tensors, and
+of the time in which a worker loads an object of 10,000 parts.
 
 Guarantees: the collector pauses for at most LONGEST_HOLD seconds of waiting and MOST_HELD new
     objects. If the caller has turned it off, it stays off. A forked child has it on.
@@ -19,24 +19,25 @@ from collections.abc import Callable
 
 __all__ = ["LONGEST_HOLD", "collector_held", "let_collector_look"]
 
-LONGEST_HOLD = 0.1  # seconds: then there is time to collect
+LONGEST_HOLD = 0.1  # seconds; a longer wait leaves time to collect
 MOST_HELD = 200_000  # new objects, ours or those of the iterable that the caller gave
 
 
 class HoldCounter:
-    """Whoever holds the collector off: it belongs to the process, and several threads may run
-    operations."""
+    """Keeps the holds that pause the collector. It belongs to the process, and several threads may
+    run operations."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()  # a hold may end within it
         self.holds: set[int] = set()
-        self.was_on = False  # before the first of them
+        self.was_on = False  # before the first hold
 
     def after_fork(self) -> None:
-        """Those who hold it are threads of the parent, or come back to a hold that is over."""
+        """Forget the holds: their threads stayed in the parent, or return to a hold that is
+        over."""
         if self.holds and self.was_on:
             gc.enable()
-        self.holds.clear()  # else the child's own holds would never be the last
+        self.holds.clear()  # otherwise the child's own holds would never be the last
         self.was_on = False
         self.lock = threading.RLock()
 
@@ -45,9 +46,9 @@ HOLDERS = HoldCounter()
 os.register_at_fork(after_in_child=HOLDERS.after_fork)
 
 
-class collector_held:  # used as a function is
-    """A block in which the collector is off; at the latest until this is gone, should an interrupt
-    come before its end."""
+class collector_held:  # named like a function, because it is called like one
+    """Pauses the collector during a block. If an interrupt prevents the end of the block, the pause
+    ends when this object is deleted."""
 
     def __enter__(self) -> None:
         with HOLDERS.lock:
@@ -69,6 +70,7 @@ class collector_held:  # used as a function is
 
 
 def let_collector_look() -> None:
-    """To be called now and then within `collector_held`."""
+    """Collect if many objects are new. Long operations call this now and then within
+    `collector_held`."""
     if gc.get_count()[0] > MOST_HELD:
         gc.collect(1)

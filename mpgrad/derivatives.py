@@ -11,7 +11,7 @@ evaluation, so all code in between works on lists of tensors.
     [1] items x shares ──► [2] one evaluation of fn each, and its share of rows or columns
         ──► [3] joined, item by item
 
-Caller only; workers run the tasks of `tasks/jacobians.py`.
+This module runs in the caller. Workers run the tasks of `tasks/jacobians.py`.
 Guarantees: except for rounding, a derivative does not depend on the pool, its number of workers, or
 `chunk_size`.
 
@@ -120,17 +120,17 @@ def jacobian(
         output and each tensor of the arguments. It is zero if the output does not depend on the
         input. The structure is the same as that of `torch.func.jacrev`: the structure of the
         output, with the structure of the differentiated argument in place of each tensor. If
-        `argnums` is a tuple, or None with several arguments, there is a tuple over the arguments in
-        place of each tensor. With `has_aux`, the result is a tuple of the Jacobian and ``aux``. If
-        there are lists, the result is a list with one such entry for each item.
+        `argnums` is a tuple, or None with several arguments, a tuple with an entry for each
+        argument is in place of each tensor. With `has_aux`, the result is a tuple of the Jacobian
+        and ``aux``. If there are lists, the result is a list with one such entry for each item.
 
     Raises:
         ValueError: an unknown `mode`, a `chunk_size` below 1, `argnums` out of range, lists of
             different lengths, or arguments or outputs without any tensor.
         TypeError: `fn` is not callable; a leaf of a differentiated argument or of the output is not
             a real floating point tensor; a leaf of ``aux`` is not a tensor. The message names the
-            path to the leaf. PyTorch must know how to flatten a structure: your own type is one if
-            its module registers it as a pytree.
+            path to the leaf. Your own type counts as a structure only if its module registers it as
+            a pytree.
         NotImplementedError: `fn` does not support the `mode` that you named. The message gives the
             reason and the remedy.
 
@@ -180,12 +180,12 @@ def hessian(
             reverse.
 
     Returns:
-        A tensor of shape ``(*input, *input)`` for each pair of tensors of the arguments, in nested
-        structures of the arguments as in `torch.func.hessian`: for a dict, a dict of dicts. Tuples
-        over the arguments, ``aux``, and lists over the items are as in `jacobian`.
+        A tensor of shape ``(*input, *input)`` for each pair of tensors of the arguments. These are
+        nested as in `torch.func.hessian`: a dict leads to a dict of dicts. Tuples, ``aux`` and
+        lists are as in `jacobian`.
 
     Raises:
-        ValueError: `fn` returns several values. Otherwise as `jacobian`.
+        ValueError: `fn` returns several values, or as for `jacobian`.
 
     Example:
         >>> import torch
@@ -232,10 +232,11 @@ def jvp(
 
     Returns:
         ``(output, product)``, both with the output's shapes and structure, or
-        ``(output, product, aux)`` with `has_aux`; a list of such tuples, if there are lists.
+        ``(output, product, aux)`` with `has_aux`. If there are lists, the result is a list of such
+        tuples.
 
     Raises:
-        ValueError: tangents of another structure, shape or dtype. Otherwise as `jacobian`.
+        ValueError: a wrong structure, shape or dtype of `tangents`, or as for `jacobian`.
 
     Example:
         >>> import torch
@@ -266,17 +267,17 @@ def vjp(
 
     Args:
         cotangents: the structure of the output, with a tensor of the same shape and dtype for each.
-            A list, also in a tuple, has one entry for each item: if `fn` returns a list, pass a
+            A list, even in a tuple, has one entry for each item. So if `fn` returns a list, pass a
             list of lists.
         fn, args, pool, argnums, create_graph, has_aux: as in `jvp`.
 
     Returns:
         ``(output, gradients)``, or ``(output, gradients, aux)`` with `has_aux`. The gradients have
         the structure of the differentiated argument, or of a tuple of them, as `tangents` in `jvp`.
-        A list of such tuples, if there are lists.
+        If there are lists, the result is a list of such tuples.
 
     Raises:
-        ValueError: cotangents of another structure, shape or dtype. Otherwise as `jacobian`.
+        ValueError: a wrong structure, shape or dtype of `cotangents`, or as for `jacobian`.
 
     Example:
         >>> import torch
@@ -315,12 +316,13 @@ def hvp(
         args, pool, argnums, create_graph, has_aux: as in `jvp`.
 
     Returns:
-        ``(value, product)``, or ``(value, product, aux)`` with `has_aux`: a tensor of shape (), and
-        the structure of `vectors`. A list of such tuples, if there are lists.
+        ``(value, product)``, or ``(value, product, aux)`` with `has_aux`. The value has shape (),
+        and the product has the structure of `vectors`. If there are lists, the result is a list of
+        such tuples.
 
     Raises:
-        ValueError: vectors of another structure, shape or dtype, or `fn` returns several values.
-            Otherwise as `jacobian`.
+        ValueError: a wrong structure, shape or dtype of `vectors`; `fn` returns several values; or
+            as for `jacobian`.
 
     Example:
         >>> import torch
@@ -425,8 +427,8 @@ def run(task: Task, calls: list[tuple[Any, ...]], pool: Pool | None) -> list[Any
 
 
 def run_alike(task: Jacobian, calls: list[tuple[Any, ...]], pool: Pool | None) -> list[Share]:
-    """Do the same as `run`, but make all shares of an item rows, or all of them columns, even if an
-    operation supports only some columns."""
+    """Do the same as `run`, but make all shares of an item rows, or all of them columns, even if
+    only some columns are supported."""
     found: list[Share] = run(task, calls, pool)
     by_rows = {call[0] for call, share in zip(calls, found, strict=True) if share.by_rows}
     mixed = {
@@ -509,7 +511,7 @@ def product(
 # --- the gradient of each result by itself
 
 
-Place = tuple[bool, int]  # whether it is a capture, and its number, or the input's
+Place = tuple[bool, int]  # whether it is a capture, and the number of the capture or input
 Places = list[list[Place]]  # for each tensor, all places where it enters the call
 
 # The engine numbers its own backwards from 0, and -1 means that none runs.
@@ -528,7 +530,8 @@ def per_item_grad(
     """Compute a separate gradient for each result of a pool, with respect to its own input or to a
     captured tensor, without summing them.
 
-    Hooks on results and inputs are not called, because autograd's engine does not run.
+    Hooks on results and inputs are not called. As `torch.autograd.grad` does, this frees the graphs
+    unless you retain them. Unlike `jacobian`, it does not run the function again.
 
     Args:
         results: tensors that `Pool.map`, `Pool.starmap`, `Pool.imap` or `Pool.submit` returned,
@@ -536,24 +539,24 @@ def per_item_grad(
         inputs: a tensor, or a tuple or dict of tensors, nested or not, that the function captured
             or that every item contains; or a list with such an entry for each result. So if you
             keep parameters in a list, pass `tuple(parameters)`.
-        grad_outputs: a tensor of its shape for each result; None for results of one element, whose
-            gradient is 1.
-        retain_graph: keep the workers' graphs for another backward. None means the value of
-            `create_graph`.
-        create_graph: make the gradients themselves differentiable. Inside `jacobian` and the
-            functions like it they always are.
+        grad_outputs: a tensor for each result, of the result's shape; None for results of one
+            element, whose gradient is 1.
+        retain_graph: keep the workers' graphs, for example for a later ``sum(results).backward()``.
+            None means the value of `create_graph`.
+        create_graph: make the gradients themselves differentiable. Inside `jacobian` and similar
+            functions they always are.
 
     Returns:
-        A tensor of its input's shape for each result, or the structure of its inputs. The tensor is
-        zero if the result does not depend on the input.
+        For each result, a tensor of its input's shape, or a structure of them like `inputs`. The
+        tensor is zero if the result does not depend on the input.
 
     Raises:
         TypeError: `results` is not a sequence, or an input or a gradient is not a tensor.
         ValueError: a result was changed after a pool returned it, or has no graph; an input is
-            neither one of its item's tensors nor a capture (but it gets zeros if the result depends
-            on only some of these); the lists have different lengths; an entry of `grad_outputs` has
-            the wrong shape, or is missing for a result of several elements. The message names the
-            item.
+            neither one of its item's tensors nor a capture; the lists have different lengths; an
+            entry of `grad_outputs` has the wrong shape, or is missing for a result of several
+            elements. The message names the item. If the result depends on only some of the tensors
+            and captures, any other input gets zeros instead of an error.
 
     Example:
         >>> import torch, mpgrad
@@ -713,9 +716,8 @@ def cotangent(index: int, result: torch.Tensor, grad: torch.Tensor | None) -> to
             )
         if result.numel() != 1:
             raise ValueError(
-                f"results[{index}] has several elements, so grad_outputs must have the weight of "
-                "each "
-                f"(shape: {tuple(result.shape)}); pass torch.ones_like(result) for their sum"
+                f"results[{index}] has several elements, so grad_outputs must have a weight for "
+                f"each (shape: {tuple(result.shape)}); pass torch.ones_like(result) for their sum"
             )
         return torch.ones_like(result)
     if not isinstance(grad, torch.Tensor):

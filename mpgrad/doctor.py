@@ -136,7 +136,7 @@ def software() -> Iterator[Finding]:
         "Python",
         platform.python_version(),
         getattr(sys, "_is_gil_enabled", lambda: True)(),  # from Python 3.13 on
-        "without the interpreter lock (GIL) mpgrad has not been run, and its threads assume it",
+        "mpgrad has not been run without the interpreter lock (GIL), which its threads rely on",
         "start Python with -X gil=1 or PYTHON_GIL=1, or use a build that has it",
     )
     name = f"{platform.system()} {platform.release()}, {platform.machine()}"
@@ -278,14 +278,14 @@ def import_torch() -> Iterator[Finding]:
         f"torch {minor} with Python {', '.join(pythons)}"
         for minor, pythons in behaviours.TRIED.items()
     )
-    problem = f"PyTorch does not behave as mpgrad needs it: {told}"
-    yield Finding("torch", value, problem, f"install what was tried: {pairs}", fatal=True)
+    problem = f"PyTorch does not behave as mpgrad needs: {told}"
+    yield Finding("torch", value, problem, f"install a version that was tried: {pairs}", fatal=True)
 
 
 def start_pool() -> Iterator[Finding]:
     """Find out whether a pool of one worker starts and gives right results and gradients.
 
-    The finding also says how long that takes.
+    The finding also reports how long that takes.
     """
     import torch
 

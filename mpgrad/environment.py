@@ -1,22 +1,23 @@
-"""A process takes over its environment and its rights from the process that started it. Both sides.
+"""A process takes over its environment and its rights from the process that started it. Both sides
+use this module.
 
 The environment is the variables, directory, arguments, module paths, time zone, filters of
 `warnings`, recursion limit, levels of loggers, and how `decimal` and NumPy compute. Workers follow
-the caller's environment. On another machine what belongs to a machine does not follow.
+the caller's environment. On another machine, workers do not follow what belongs to one machine.
 
 A serial loop finds in `os.environ` what the caller has put there. A worker would find what was
-there when its pool began. So each operation and each backward carries the caller's changes since
-then.
+there when its pool began. So the caller's changes since then are sent with each operation and each
+backward.
 
     caller   EnvironmentChanges: begin ──► Start                                changes ──► Follow
     worker   FOLLOWER:        take_over ──► initializer ──► settle             ──► follow
 
 A task may catch a warning that the caller's filters make an error, so these filters hold in the
 task. The caller's filters have to decide again about the warnings that pass, because "once" and
-"default" count in the caller. So all actions but "error" and "ignore" are "always" in a worker.
+"default" count in the caller. So all actions except "error" and "ignore" are "always" in a worker.
 A filter names its category, which may be a class of a module that no task here imports. So the
-worker compares names. Outside of tasks a worker has filters of its own: what it imports to load a
-function has warned in the caller, and has added its filters there.
+worker compares names. Outside of tasks a worker has its own filters, because the modules that it
+imports to load a function have already warned, and added their filters, in the caller.
 Guarantees: a worker keeps what mpgrad or an initializer has set in it. While nothing changes, the
     caller only compares and the worker does nothing.
 Assumes: `FOLLOWER` takes over in processes that belong to a pool. In other processes `follow` does
@@ -98,17 +99,17 @@ class Environment(NamedTuple):
     arguments: list[str]
     paths: list[str]  # where Python looks for modules
     zone: tuple[Any, ...]  # the result of `time.tzset` for the variable TZ
-    filters: list[Filter]  # of `warnings`
+    filters: list[Filter]  # the filters of `warnings`
     extensions: Mapping[str, str]  # the files of extension modules that `import` does not find
     recursion_limit: int
     decimals: tuple[Any, ...]  # the arguments of `decimal.Context`
-    float_errors: Mapping[str, str]  # of NumPy, if it is imported
-    log_levels: Mapping[str, int]  # of the loggers that have one
+    float_errors: Mapping[str, str]  # NumPy's, if it is imported
+    log_levels: Mapping[str, int]  # the levels of loggers that have one
 
     def changes(self, begin: Environment) -> dict[str, Any]:
         """Return the fields that differ from `begin`.
 
-        Of the variables it returns only those that differ, with None for a deleted one.
+        Variables are returned only if they differ, with None for a deleted one.
         """
         changes = {
             name: value for name, value in self._asdict().items() if value != getattr(begin, name)
@@ -154,7 +155,7 @@ def zone_in_use() -> tuple[Any, ...]:
 
 
 def decimals_in_use() -> tuple[Any, ...]:
-    """Return what the context of `decimal` was made with, without what has happened in it."""
+    """Return the settings of `decimal`'s context, without the signals that it has recorded."""
     _, (*numbers, _, traps) = decimal.getcontext().__reduce__()
     return *numbers, [], traps
 
@@ -192,8 +193,8 @@ def log_levels_in_use() -> dict[str, int]:
     return found
 
 
-OF_LEVELS = "mpgrad"  # a key that is no level
-FOLLOWED_LEVELS: dict[str, int] = {}  # in a worker
+OF_LEVELS = "mpgrad"  # a key that is not a level
+FOLLOWED_LEVELS: dict[str, int] = {}  # a worker's own
 
 
 def set_log_levels(given: Mapping[str, int]) -> None:
@@ -234,7 +235,7 @@ def current_environment() -> Environment:
 
 
 class EnvironmentChanges:
-    """Tells what the caller has changed since a pool began. Any thread may ask."""
+    """Finds what the caller has changed since a pool began. Any thread may call it."""
 
     def __init__(self, elsewhere: bool = False) -> None:
         """With `elsewhere`, workers are on other machines, which have their own files."""
@@ -321,7 +322,7 @@ def category_named(module: str, name: str) -> type:
     return NamedCategory(name, (), {"__module__": module, "__qualname__": name})
 
 
-# The module of what calls a task. In the loop it is the caller's.
+# The module that calls a task. In the loop it is the caller's module.
 OWN = re.compile(r"mpgrad\.")
 
 
@@ -350,8 +351,8 @@ class TaskFilters:
     """
 
     def __init__(self) -> None:
-        self._set: list[tuple[Any, ...]] = []  # as they were set last
-        self._others: Any = None  # those that are not in force: of tasks, or of the time between
+        self._set: list[tuple[Any, ...]] = []  # the filters that were last set
+        self._others: Any = None  # the filters that are not in force now
         self._in_force = False
 
     def begin(self, filters: list[tuple[Any, ...]]) -> None:
@@ -521,7 +522,7 @@ def working_directory() -> str | None:
 
 
 def preparation() -> dict[str, Any]:
-    """Return what multiprocessing tells its children, as
+    """Return the data that multiprocessing sends to its children, as
     `multiprocessing.spawn.get_preparation_data` does."""
     logger = logging.getLogger("multiprocessing")
     return {
@@ -564,7 +565,7 @@ MAY_CHANGE_USER = 1 << 6 | 1 << 7  # CAP_SETGID, CAP_SETUID
 MAY_DROP_BOUNDS = 1 << 8  # CAP_SETPCAP
 CAPABILITY_VERSION = 0x20080522
 PR_CAPBSET_DROP, PR_GET_SECUREBITS, PR_SET_NO_NEW_PRIVS = 24, 27, 38
-ASKS = 0xFFFFFFFF  # asks for the personality and does not set it
+ASKS = 0xFFFFFFFF  # reads the personality instead of setting it
 # the one secure bit that no program passes on
 KEEPS_CAPABILITIES = 1 << 4
 # Variables that are read when torch is loaded, by the loader, the C library, Python or the
@@ -579,7 +580,7 @@ def take_over(wanted: dict[str, Any]) -> None:
     """Change this process, a fork, to the state `wanted`, if it differs.
 
     Raises:
-        RuntimeError: it cannot. The process may now be in a state between the two.
+        RuntimeError: the process cannot change. Some of its state may have changed already.
     """
     refused = None
     now = inherited().standing
@@ -597,7 +598,7 @@ def take_over(wanted: dict[str, Any]) -> None:
         if "SigBlk" in differ:
             blocked = {each + 1 for each in bits(mask(wanted["SigBlk"]))}
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked & signal.valid_signals())
-        # The user and the capabilities come last, because they are the right to change the others.
+        # The user and the capabilities come last, because changing the others requires them.
         if "CapBnd" in differ:
             for each in bits(mask(now["CapBnd"]) & ~mask(wanted["CapBnd"])):
                 LIBC.prctl(PR_CAPBSET_DROP, each, 0, 0, 0)
@@ -623,7 +624,7 @@ def take_over(wanted: dict[str, Any]) -> None:
     if wrong := sorted(key for key in wanted if found[key] != wanted[key]):
         which = ", ".join(f"{key}: {wanted[key]}, not {found[key]}" for key in wrong)
         raise RuntimeError(
-            f'a worker cannot become what this process is ({which}); use context="fork"'
+            f'a worker cannot take over the state of this process ({which}); use context="fork"'
         ) from refused
 
 
@@ -664,7 +665,7 @@ class InheritedState(NamedTuple):
 def inherited(variables: Mapping[str, str] | None = None) -> InheritedState:
     """Return the state that a process started by this thread would have now.
 
-    `variables` are the environment variables that it is given besides.
+    `variables` are further environment variables for it.
 
     Raises:
         OSError: no descriptor is free for reading the state.
@@ -706,7 +707,7 @@ def ids(line: str) -> list[int]:
 
 
 def mask(line: str) -> int:
-    return int(line or "0", 16)  # without /proc nobody knows
+    return int(line or "0", 16)  # unknown without /proc
 
 
 def bits(number: int) -> list[int]:

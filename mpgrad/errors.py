@@ -1,9 +1,8 @@
 """Defines errors by who has to act: the caller, something outside the program, or mpgrad itself.
 
-multiprocessing raises several unrelated types. Here the class of an error says who has to act.
-Wrong arguments still raise `TypeError` and `ValueError`, and an exception of the user's function
-keeps its type. If an argument does not exist, the error names the one that may be meant
-(`suggests`).
+multiprocessing raises several unrelated types. Wrong arguments still raise `TypeError` and
+`ValueError`, and an exception of the user's function keeps its type. If an argument does not exist,
+the error names the one that may be meant (`suggests`).
 """
 
 from __future__ import annotations
@@ -78,12 +77,12 @@ class CallNames(NamedTuple):
         return f"{self.noun} {index}{of}"
 
     def number(self, index: int | range | None) -> int | None:
-        """Return the number of the item, if an error can name a single one."""
+        """Return the number of the item, or None if an error cannot name a single one."""
         return index if isinstance(index, int) and self.noun != ONE_CALL else None
 
 
 class PoolClosedError(ValueError):
-    """The caller used a pool, or a graph that lives on its workers, after `Pool.close` or
+    """The caller used a pool, or a graph that its workers keep, after `Pool.close` or
     `Pool.terminate`.
 
     It is a `ValueError`, because `multiprocessing.Pool` raises one for the same mistake.
@@ -150,6 +149,9 @@ class WorkerDiedError(BrokenProcessPool):
         super().__init__(item, phase, worker, exit_code, detail, stack, call)
         note_stack(self, stack)
 
+    def __repr__(self) -> str:
+        return short_repr(self)
+
     def __str__(self) -> str:
         at = f", {self.call}" if self.call else ""
         message = f"worker {self.worker} {describe_exit(self.exit_code)} (phase: {self.phase}{at})"
@@ -158,6 +160,8 @@ class WorkerDiedError(BrokenProcessPool):
 
 class CallTimeoutError(TimeoutError):
     """A call ran longer than the `timeout` of its pool or map, and was killed with its worker.
+
+    It is a `TimeoutError`, as is the error of `result(timeout)`, which ends only your wait.
 
     Attributes:
         item: index of the item within its map; None for a submitted call, or if no single item
@@ -198,6 +202,9 @@ class CallTimeoutError(TimeoutError):
         self.worker = worker
         super().__init__(item, phase, seconds, detail, stack, call, worker)
         note_stack(self, stack)
+
+    def __repr__(self) -> str:
+        return short_repr(self)
 
     def __str__(self) -> str:
         limits = f"{self.seconds} s, phase: {self.phase}"
@@ -268,7 +275,7 @@ class UnsupportedTorchError(RuntimeError):
     def __str__(self) -> str:
         more = f", and {len(self.behaviours) - 1} more" if len(self.behaviours) > 1 else ""
         return (
-            f"mpgrad relies on this, and torch {self.version} does not do it: "
+            f"torch {self.version} lacks a behaviour that mpgrad relies on: "
             f"{self.behaviours[0]}{more}; "
             f"install a version that mpgrad has been tried with (torch {', '.join(self.tried)})"
         )
@@ -314,7 +321,7 @@ class RemoteError(RuntimeError):
 
 class RemoteTraceback(multiprocessing.pool.RemoteTraceback, _RemoteTraceback):  # type: ignore[name-defined,misc]
     """The traceback of an exception in a worker, as text. It is the `__cause__` of the exception
-    that is raised in the parent.
+    that the caller gets.
 
     It derives from the `RemoteTraceback` classes of `multiprocessing.pool` and
     `concurrent.futures.process`, which are used in the same way.
@@ -374,7 +381,7 @@ def ancestor_failed(error: BaseException, call: str) -> AncestorFailedError:
 
 
 def describe_exit(exit_code: int | None) -> str:
-    """Return the exit as the verb of a sentence, such as "was killed by SIGKILL".
+    """Describe the exit in words that follow a subject, such as "was killed by SIGKILL".
 
     A negative code is the number of a signal.
     """
@@ -409,7 +416,7 @@ def write(error: BaseException, name: str, value: Any) -> None:
 def error_in_words(error: BaseException) -> str:
     """Return the last line of the exception's traceback.
 
-    It is the class alone if the exception has no text, or if asking for the text fails.
+    If the exception has no text, or if reading the text fails, return only the class.
     """
     try:
         text = str(error)
@@ -419,7 +426,7 @@ def error_in_words(error: BaseException) -> str:
 
 
 def traceback_of(error: BaseException) -> str:
-    """Return the traceback as text. Parts that the exception's own code fails to give are left
+    """Return the traceback as text. Parts that the exception's own code fails to return are left
     out."""
     entries = read(error, "__traceback__")
     try:
@@ -462,8 +469,8 @@ class Block(contextlib.AbstractContextManager[T]):
 def contextmanager(function: Callable[P, Iterator[T]]) -> Callable[P, Block[T]]:
     """Make a context manager, as `contextlib.contextmanager` does, but also for frozen exceptions.
 
-    `contextlib`'s sets attributes of an exception that leaves the block, which a frozen dataclass
-    refuses.
+    `contextlib`'s sets attributes on an exception that leaves the block, and a frozen dataclass
+    refuses that.
 
     Assumes: an exception that is raised in the block also leaves the generator.
     """
@@ -476,7 +483,7 @@ def contextmanager(function: Callable[P, Iterator[T]]) -> Callable[P, Block[T]]:
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Do what `error.add_note(note)` does, which Python has only since 3.11."""
+    """Do what `error.add_note(note)` does. Python 3.10 does not have this method."""
     notes = read(error, "__dict__").setdefault("__notes__", [])
     if type(notes) is list:
         notes.append(note)
@@ -485,6 +492,11 @@ def add_note(error: BaseException, note: str) -> None:
 def note_stack(error: BaseException, stack: str) -> None:
     if stack:
         add_note(error, f"the worker's Python stack:\n{stack}")
+
+
+def short_repr(error: BaseException) -> str:
+    """Return the type and the message. The arguments contain whole stacks."""
+    return f"{type(error).__name__}({str(error)!r})"
 
 
 # --- arguments that have other names in other libraries
@@ -516,9 +528,7 @@ ELSEWHERE = {
 
 
 def refuse_unknown(subject: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raises:
-    TypeError: a given name is not known. The message says which known name may be meant.
-    """
+    """Raise TypeError if a given name is not known. The message names the one that may be meant."""
     known = list(known)
     for name in given:
         if name in known:
@@ -550,13 +560,13 @@ def suggests(subject: str, *options: str) -> Callable[[Callable[P, T]], Callable
     return decorated
 
 
-# --- exceptions in the places of results
+# --- exceptions in place of results
 
 
 def failures(results: Iterable[object]) -> dict[int, BaseException]:
     """Return the exceptions among the results of a map with ``on_error="return"``, by index.
 
-    An exception that the function returned itself counts, too.
+    An exception that the function itself returned also counts.
 
     Example:
         >>> import mpgrad

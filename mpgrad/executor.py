@@ -3,8 +3,8 @@ gradients by changing one name.
 
 A dead worker breaks a ProcessPoolExecutor for good, and its results are copies without a history.
 Here another worker runs the calls again. Only a call that kills its workers every time fails, with
-an exception that is a `BrokenProcessPool`, too. Results keep their gradients after a `shutdown`,
-because a worker ends only when it keeps no graph any more. Caller only.
+an exception that is also a `BrokenProcessPool`. Results keep their gradients after a `shutdown`,
+because a worker ends only when it keeps no more graphs. This module runs in the caller only.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Executor(concurrent.futures.Executor):
         >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
         >>> with mpgrad.Executor(max_workers=2) as executor:
         ...     squares = list(executor.map(torch.square, [x, x * 3]))
-        >>> sum(each.sum() for each in squares).backward()      # after the shutdown, too
+        >>> sum(each.sum() for each in squares).backward()      # even after the shutdown
         >>> x.grad
         tensor([20., 40.])
     """
@@ -123,12 +123,13 @@ class Executor(concurrent.futures.Executor):
     def submit(self, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> DifferentiableFuture[R]:
         """Run ``fn(*args, **kwargs)`` on a worker, as `Pool.submit` does.
 
-        For a time limit call `cancel_after` of the future.
+        `Executor(timeout=)` limits the time that each call runs. The future's `cancel_after` sets a
+        deadline, which includes the time that the call waits.
 
         If the call cannot be sent, the future raises the error, as in `concurrent.futures`.
 
         Raises:
-            RuntimeError: after `shutdown`.
+            RuntimeError: the executor was shut down.
             BrokenProcessPool: workers cannot be started.
             TypeError: `fn` is not callable.
 
@@ -146,7 +147,7 @@ class Executor(concurrent.futures.Executor):
             # No lock is held here, because pickling runs the caller's code.
             future = self._pool.submit(function, *args, **kwargs)
         except Exception as error:
-            # Another thread may have shut the executor down meanwhile.
+            # Another thread may have shut down the executor in the meantime.
             self._check_open()
             self._pool._scheduler.life.check_open()
             future = self._pool._submitter.failed_call(without_frames(error))
@@ -167,9 +168,9 @@ class Executor(concurrent.futures.Executor):
         Args:
             fn: a function with as many arguments as there are iterables.
             iterables: the arguments. All items are taken at once, unless there is a `buffersize`.
-            timeout: the limit of your wait for the whole map: seconds from now, after which `next`
-                raises. Calls that have not begun are then cancelled. `Executor(timeout=...)` limits
-                each call.
+            timeout: the limit of your wait for the whole map. `next` raises after this number of
+                seconds from now. Calls that have not begun are then cancelled.
+                `Executor(timeout=...)` limits each call.
             chunksize: the number of items that are sent together. None: it follows the measured
                 cost of a call.
             buffersize: the number of chunks that are taken ahead of the results, as in Python 3.14.
@@ -180,8 +181,8 @@ class Executor(concurrent.futures.Executor):
             concurrent.futures.TimeoutError: a result has not arrived in time. (Since Python 3.11
                 this is `TimeoutError`.)
             Exception: the exception of the first call that failed or could not be sent.
-            RuntimeError: after `shutdown`. With a `buffersize`, `next` raises it, too, once it has
-                returned the results of all items taken before the shutdown.
+            RuntimeError: the executor was shut down. With a `buffersize`, `next` also raises it
+                once it has returned the results of all items taken before the shutdown.
             ValueError: `chunksize` or `buffersize` is less than 1.
             TypeError: one of them is not an integer, or `timeout` is not a number.
 
@@ -218,9 +219,9 @@ class Executor(concurrent.futures.Executor):
         return in_time(results, seconds, deadline)
 
     def stats(self) -> PoolStats:
-        """Return the numbers of each worker and of the pool, as `Pool.stats` does.
+        """Return statistics of each worker and of the pool, as `Pool.stats` does.
 
-        They say what is under way, done and held, and how many workers died.
+        They count what is in progress, done and kept, and the workers that died.
 
         Example:
             >>> import mpgrad
@@ -264,11 +265,11 @@ class Executor(concurrent.futures.Executor):
     def resize(self, max_workers: int) -> None:
         """Change the number of workers, as `Pool.resize` does.
 
-        Workers that are too many take no new calls, and end when they keep no graph any more.
+        Surplus workers get no new calls, and end once they keep no graphs.
 
         Raises:
-            RuntimeError: after `shutdown`.
-            ValueError: `max_workers` is less than 1; otherwise as `Pool.resize`.
+            RuntimeError: the executor was shut down.
+            ValueError: `max_workers` is less than 1. Otherwise see `Pool.resize`.
             TypeError: `max_workers` is not an integer.
 
         Example:
@@ -285,11 +286,12 @@ class Executor(concurrent.futures.Executor):
     def shutdown(
         self, wait: bool = True, *, cancel_futures: bool = False, kill_workers: bool = False
     ) -> None:
-        """Take no new calls. Workers end when all is done and nobody needs their graphs any more.
+        """Accept no more calls. Workers end when all work is done and their graphs are no longer
+        needed.
 
         Args:
-            wait: wait until all submitted calls have ended, and the workers that keep no graph;
-                with `kill_workers`, until all workers have ended.
+            wait: wait until all submitted calls and the workers that keep no graph have ended; with
+                `kill_workers`, until all workers have ended.
             cancel_futures: cancel calls that have not begun.
             kill_workers: kill the workers, as in loky. All calls that have not ended fail with a
                 `BrokenProcessPool`. Results that have arrived stay valid, but their graphs are
@@ -346,7 +348,7 @@ class Executor(concurrent.futures.Executor):
         self._break_off("terminate_workers()", signal.SIGTERM)
 
     def kill_workers(self) -> None:
-        """Shut down as `terminate_workers` does, with SIGKILL, which no call can handle.
+        """Shut down as `terminate_workers` does, but with SIGKILL, which no call can catch.
 
         Example:
             >>> import time, mpgrad
@@ -371,7 +373,8 @@ class Executor(concurrent.futures.Executor):
         error: BaseException | None,
         traceback: types.TracebackType | None,
     ) -> None:
-        # A GeneratorExit is no interrupt: a caller may close a generator because it has enough.
+        # A GeneratorExit is not an interrupt: a caller may close a generator when it has enough
+        # results.
         if error is not None and not isinstance(error, (Exception, GeneratorExit)):
             self.shutdown(wait=False, cancel_futures=True)
             self._pool._scheduler.cancel_all_with_grace()
@@ -391,7 +394,7 @@ class Executor(concurrent.futures.Executor):
 
 
 def without_frames(error: Exception) -> Exception:
-    """Return `error` with its traceback as text only.
+    """Return `error` with its traceback only as text.
 
     The frames would keep the arguments for as long as the future.
     """
@@ -420,7 +423,7 @@ def in_time(
 ) -> Iterator[R]:
     """Yield the results, each before the deadline.
 
-    If the caller stops asking, calls that have not begun are cancelled.
+    If the caller stops iterating, calls that have not begun are cancelled.
     """
     try:
         while True:
@@ -449,7 +452,7 @@ def finish_all() -> None:
     """Finish all submitted calls when the interpreter ends, as in concurrent.futures."""
     INTERPRETER_ENDS.set()
     for scheduler in list(UNFINISHED):
-        # A forked child has its parent's schedulers, too.
+        # A forked child also has its parent's schedulers.
         if scheduler.life.is_ours:
             scheduler.leave()
             scheduler.await_all()

@@ -1,12 +1,12 @@
 """Runs custom `autograd.Function`s without the engine: emulated contexts, and parallel calls in
-threads of the caller. Caller only.
+threads of the caller. It runs in the caller only.
 
 PyTorch creates the context of a Function inside `apply`, and runs the backward when its engine
 reaches the node. Code that runs them in a thread or at another time needs two things. One is a
 substitute for the context, which keeps what forward and `setup_context` store there. The other is
 the checks that the engine makes on the returned values.
 
-A parallel call makes several calls of one Function a single node, which runs them side by side.
+A parallel call turns several calls of one Function into one node, which runs them side by side.
 PyTorch's engine runs one CPU node after another, so Functions that wait (for a network, a
 simulator, another library) wait one after another. Here the calls run in threads, with substitutes
 for their contexts, and one Function around them all does the bookkeeping:
@@ -170,7 +170,7 @@ def run_isolated_backward(
 
     Args:
         func: the Function whose forward made `ctx`.
-        ctx: from `run_isolated_forward`.
+        ctx: the context that `run_isolated_forward` returned.
         grad_outputs: one gradient per output, or None. Zeros replace None unless the Function has
             turned that off.
 
@@ -421,7 +421,7 @@ class ParallelCalls(Function):
             call: (*saved[call], *own[call])
             for call, each in enumerate(contexts)
             if any(each.needs_input_grad)
-            and any(grad is not None for grad in own[call])  # as serially
+            and any(grad is not None for grad in own[call])  # as in the loop
         }
 
         def backward(call: int, *values: Any) -> Values:
@@ -531,7 +531,7 @@ def raise_first(phase: str, errors: dict[int, BaseException]) -> None:
 
 
 class BackwardGraph(NamedTuple):
-    """Is the graph of a call's differentiable backward, from its gates to its outputs."""
+    """The graph of a call's differentiable backward, from its gates to its outputs."""
 
     gates: list[torch.Tensor]
     outputs: list[torch.Tensor]
@@ -645,11 +645,11 @@ def lead_to(roots: Sequence[Any], ends: set[Any]) -> bool:
     return True
 
 
-# --- in a pool, which runs calls side by side anyway, so that only the joint nodes are missing
+# --- in a pool, which already runs calls side by side and only needs the joint nodes
 
 
 class JointIdentity(Function):
-    """Is an identity for many tensors, in which each tensor waits for all of them."""
+    """The identity for many tensors, each of which waits for all others."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -750,7 +750,7 @@ def stretch(tensor: torch.Tensor) -> tuple[int, int]:
     )
 
 
-# --- small things about values
+# --- helpers for values
 
 
 def as_tuple(value: Any) -> Values:

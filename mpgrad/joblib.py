@@ -12,7 +12,8 @@ functions.
 
 [4] has a thread of its own because it takes items from the caller's iterable, whose code may take
 long. Other callbacks of the pool would have to wait. It runs under the modes of the thread that
-called Parallel. Caller only; `joblib` in the imports below is the joblib package.
+called Parallel. This module runs in the caller only. `joblib` in the imports below is the joblib
+package.
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ except ImportError as error:
 
 __all__ = ["register"]
 
-# Batches keep their size if they take between so many seconds, from sending to their end.
+# Batches keep their size if they take between these numbers of seconds, from sending to their end.
 SHORTEST, LONGEST = 0.02, 0.2
-# joblib passes these options to every backend, but they concern only its own
+# joblib passes these options to every backend, but only its own backends use them.
 JOBLIB_OPTIONS = "max_nbytes", "temp_folder", "mmap_mode", "prefer", "require", "verbose", "context"
 Outcome = Operation | BaseException
 # the modes that a thread has; the others belong to the process
@@ -83,7 +84,7 @@ def register(make_default: bool = False) -> None:
     stream of it.
 
     Args:
-        make_default: use this backend wherever no backend is named.
+        make_default: use this backend when no backend is named.
 
     Raises:
         ImportError: joblib is not installed. Importing this module raises this.
@@ -139,8 +140,7 @@ class MpgradBackend(ParallelBackendBase):  # type: ignore[misc]  # joblib has no
         """Return how many workers joblib's `n_jobs` means."""
         if n_jobs == 0:
             raise ValueError(
-                "n_jobs == 0 in Parallel has no meaning; for as many as there are CPUs take -1 "
-                "(n_jobs: 0)"
+                "n_jobs == 0 in Parallel has no meaning; for one worker per CPU pass -1 (n_jobs: 0)"
             )
         # In a worker, the pool around it uses the CPUs already.
         if n_jobs is None or PLACE.in_worker:
@@ -155,7 +155,7 @@ class MpgradBackend(ParallelBackendBase):  # type: ignore[misc]  # joblib has no
         return n_jobs if n_jobs > 0 else max(usable_cpus() + 1 + n_jobs, 1)
 
     def configure(self, n_jobs: int | None = 1, parallel: Any = None, **options: Any) -> int:
-        """Get workers for `parallel`. If the workers of the call before fit, take them."""
+        """Get workers for `parallel`. If the workers of the previous call fit, keep them."""
         self._streams, self._begun = ItemStreams(None), 0
         named = {
             **self._options,
@@ -251,7 +251,7 @@ class MpgradBackend(ParallelBackendBase):  # type: ignore[misc]  # joblib has no
     def abort_everything(self, ensure_ready: bool = True) -> None:
         """Cancel, with grace, the batches that Parallel no longer needs."""
         for job in list(self._under_way):
-            # Another thread may be sending the batch in this moment.
+            # Another thread may be sending the batch at this moment.
             with job.being_sent:
                 result = job.result
             # The batches of other Parallels that share this backend go on.

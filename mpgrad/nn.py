@@ -3,13 +3,14 @@ CUDA devices.
 
 PyTorch's `DataParallel` needs GPUs, and copies the parameters to each of them. Here a device may be
 a worker. Parameters are stored in shared memory once, because they are captures of the function
-that the workers run. Their gradients are added up as those of other captures.
+that the workers run. Their gradients are added up like those of other captures.
 
     scatter ──► [chunk, chunk, ...]                      gather ◄── [output, output, ...]
     replicate ──► [module, module, ...] ──► parallel_apply ──────────┘
     gradients of the replicas' parameters ──► ReduceAdd ──► those of the original
-For CUDA devices the functions of `torch.nn.parallel` do the work. Caller only; workers run
-`tasks/wrappers.py`.
+
+For CUDA devices the functions of `torch.nn.parallel` do the work. This module runs in the caller.
+Workers run `tasks/wrappers.py`.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ def replicate(
     Raises:
         ValueError: there are no devices, or they are of different kinds.
 
-    Source: `torch.nn.parallel.replicate`; the gradients as in libtorch's `replicate`.
+    Source: `torch.nn.parallel.replicate`; the gradients as in libtorch's ``replicate``.
 
     Example:
         >>> import torch, mpgrad, mpgrad.nn
@@ -259,8 +260,8 @@ def parallel_apply(
         modules: any modules, on workers. If the first module writes to its buffers, the caller's
             buffers also change.
         inputs: for each module a tensor, or a tuple of arguments.
-        devices: workers of a pool, or CUDA devices. None: the devices that the modules are on,
-            which have to be CUDA devices.
+        devices: workers of a pool, or CUDA devices. None: the modules' own devices, which have to
+            be CUDA devices.
         kwargs_tup: keyword arguments for each module.
 
     Returns:
@@ -400,7 +401,7 @@ def data_parallel(
         input: one argument, a tuple of arguments, or None for no argument. Dimension `dim` of
             their tensors is the batch.
         devices: workers of a pool (`mpgrad.Pool.workers`), or CUDA devices. None: all CUDA devices.
-            An input that is smaller than their number uses fewer.
+            An input that is smaller than their number uses fewer devices.
         output_device: the device of the joined outputs. None: the first device.
         module_kwargs: keyword arguments, which are cut in the same way.
 

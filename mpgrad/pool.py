@@ -5,9 +5,10 @@ connected to the items and captures it came from, and its backward runs in the w
 
     with mpgrad.Pool(processes=2) as pool:
         results = pool.map(fn, items)      # [fn(x) for x in items], on worker processes
-        sum(results).backward()            # this runs on worker processes, too
-Caller only. This module has the public methods, with their arguments and errors. `submission` does
-the work.
+        sum(results).backward()            # this also runs on worker processes
+
+This module runs in the caller only. It has the public methods, with their arguments and errors.
+`submission` does the work.
 """
 
 # long because: three lines in four are signatures and docstrings of the public interface
@@ -69,11 +70,10 @@ Named = Literal["sum", "mean", "max", "min", "logsumexp", "cat", "stack"]
 class Pool:
     """Worker processes that run functions on tensors, forward and backward.
 
-    The reference page compares the engines, and explains `graphs`.
 
     Everyday arguments:
         processes: the number of workers. None: one for each CPU that this process may use. CPU
-            affinity and cgroup quota limit these.
+            affinity and cgroup quotas limit this number.
         initializer: a function that each worker calls once, with `initargs`, before anything else.
             If it raises, the pool is broken: each call raises the same exception.
         initargs: the arguments of `initializer`.
@@ -85,7 +85,7 @@ class Pool:
             environment variables such as OPENBLAS_NUM_THREADS.
         devices: "cuda" for one worker on each GPU, a list such as ["cpu", "cuda:0", "cuda:0"] with
             the device of each worker, or one device for all `processes` (None: one worker). None:
-            the CPU. Engines "process" and "stream" only.
+            the CPU. Only for engines "process" and "stream".
         ray: the Ray cluster of engine "ray". None: the cluster that this machine belongs to.
 
     Arguments for faults:
@@ -95,7 +95,7 @@ class Pool:
             fails, and so do the backwards whose graphs were lost.
         timeout: the time limit of each call, in seconds, for its forward and for its backward. A
             call that takes longer is killed with its worker, and fails. The loading of the function
-            does not count. None: no limit. Engines "process" and "ray" only.
+            does not count. None: no limit. Only for engines "process" and "ray".
         timeout_retries: how often a call runs again on another worker after it took longer than its
             timeout.
 
@@ -109,7 +109,7 @@ class Pool:
         deterministic: add up the gradients of captures in a fixed order, so that two runs agree bit
             for bit. `torch.use_deterministic_algorithms(True)` does the same while it is on.
         context: a start method or context of `multiprocessing`. None: mpgrad's own, which starts
-            workers faster. Engine "process" only; the others ignore it.
+            workers faster. Only engine "process" uses it.
 
     Raises:
         ValueError, TypeError: an argument is out of range or of the wrong type. The message names
@@ -178,8 +178,8 @@ class Pool:
         try:
             self._submitter = Submitter(options, self._scheduler)
             OPEN.add(self._scheduler)
-            # The finalizer belongs to the submitter and not to the pool. Graphs that torch.func
-            # follows use the submitter without the pool.
+            # The finalizer belongs to the submitter and not to the pool, because graphs that
+            # torch.func follows use the submitter without the pool.
             self._finalizer = weakref.finalize(
                 self._submitter, self._scheduler.terminate_without_waiting
             )
@@ -187,10 +187,10 @@ class Pool:
             self._finalizer.atexit = False
             self._scheduler.start()
             if initializer is not None and pickled.here is not None:
-                # It sets the globals that functions are pickled with.
+                # The first worker sets the globals that functions are pickled with.
                 self._scheduler.wait_for_workers(any)
             load_generators()
-        # This may be a KeyboardInterrupt, or no thread is left.
+        # This may be a KeyboardInterrupt, or the system starts no more threads.
         except BaseException:
             self._scheduler.terminate_without_waiting()
             raise
@@ -269,34 +269,34 @@ class Pool:
         Args:
             func: any function, including lambdas, closures, bound methods, partials, modules and
                 `torch.autograd.Function` classes. Tensors that it reaches are its captures, and
-                gradients flow to them, too.
+                gradients also flow to them.
             iterable: tensors, or structures with tensors anywhere inside.
             iterables: further items, one iterable for each further argument of `func`, as in
-                Python's `map`. The shortest iterable ends the map.
+                Python's ``map``. The shortest iterable ends the map.
             chunksize: the number of items that are sent together. None: it follows the measured
-                cost of a call. It may also come last without its name, as in multiprocessing.
-            progress: True or a description for a bar of tqdm, which is its widget in notebooks. Or
-                a function of (done, total, seconds left), where None means not known. It is called
-                when they change, at most ten times a second, by the thread that waits for the
-                results. While no thread waits, or during a backward, a thread of the pool calls it.
-                It counts forwards only; `Pool.progress` counts backwards, too.
+                cost of a call. It may also be the last positional argument, as in multiprocessing.
+            progress: True or a description for a tqdm bar (a widget in notebooks), or a function of
+                (done, total, seconds left), where None means unknown. The thread that waits for the
+                results calls the function when a value changes, at most ten times a second. While
+                no thread waits, or during a backward, a thread of the pool calls it. Only forwards
+                count here; `Pool.progress` also counts backwards.
             timeout: the time limit of each call, in seconds, as for `Pool`. None: the pool's own.
             on_error: "raise": the first failing item's exception is raised, and the other items are
                 cancelled. "return": each exception takes the place of the result, and gradients
                 flow to all other items. With `retries=0` they do not reach items whose graphs were
                 in a worker that died or was ended. `mpgrad.failures` finds the exceptions.
             device: run on workers of this device ("cpu", "cuda:1", or "cuda" for any GPU), to which
-                all tensors are moved. None: run on a worker of the item's device. Either way
-                results and gradients come back to where they belong.
+                all tensors are moved. None: run on a worker of the item's device. Either way,
+                results and gradients return to the devices where they belong.
 
         Raises:
             Exception: the first failing item's exception, with a note that names item, worker and
                 phase.
             TypeError, pickle.PicklingError: the function, an item or a result cannot be sent; the
-                message says which. If pickling an item raises another exception, that one is
-                raised with a note. For a result the exception is a
-                `multiprocessing.pool.MaybeEncodingError`, too. TypeError is also raised for an
-                option of the wrong type.
+                message names it. If pickling an item raises another exception, that one is raised
+                with a note. For a result the exception is also a
+                `multiprocessing.pool.MaybeEncodingError`. TypeError is also raised for an option of
+                the wrong type.
             ValueError: an option is out of range, the engine has no `timeout`, or no worker is on
                 `device`.
             WorkerDiedError: workers died while they ran one of the items, more than `retries`
@@ -305,8 +305,8 @@ class Pool:
                 `timeout_retries` times.
             AncestorFailedError: a future among the items failed.
             SharedMemoryError: there is no memory for a tensor.
-            PoolClosedError: after `close` or `terminate`.
-            RuntimeError: in a forked child of the process that made the pool.
+            PoolClosedError: the pool was closed or terminated.
+            RuntimeError: this process is a fork of the process that made the pool.
 
         Example:
             >>> import torch, mpgrad
@@ -399,7 +399,8 @@ class Pool:
         Args:
             func: any function, as for `map`.
             args: its arguments.
-            kwds: its keyword arguments. Put one that is called `timeout` or `device` here, too.
+            kwds: its keyword arguments. If `func` has an argument named `timeout` or `device`, pass
+                it here.
             timeout: the time limit of the call, and of its backward, in seconds. None: the pool's
                 own `timeout`.
             device: as for `map`.
@@ -611,7 +612,7 @@ class Pool:
     ) -> AsyncResult[Any]:
         """Start an `apply`, and return at once.
 
-        The `timeout` limits the call, and counts from its beginning. `get(timeout)` limits your
+        `timeout` limits the call, from the moment when the call begins. `get(timeout)` limits your
         wait.
 
         Example:
@@ -690,7 +691,8 @@ class Pool:
         on_error: OnError = "raise",
         device: Device | None = None,
     ) -> ResultIterator[Any]:
-        """Return an iterator over the results of a `map`, in order, each as soon as it is there.
+        """Return an iterator over the results of a `map`, in order, each as soon as it is
+        available.
 
         It takes up to 16 chunks for each worker from `iterable` at once. Then it takes one more
         with each result, in your thread.
@@ -792,12 +794,11 @@ class Pool:
     def start(self) -> None:
         """Wait until the workers are ready for calls.
 
-        They start by themselves when the pool is made, which does not wait for them. So make the
-        pool before you load your data, and call this only if the first call must not take longer
-        than others.
+        Making a pool starts its workers, but does not wait for them. So make the pool before you
+        load your data, and call this only if the first call must not take longer than later ones.
 
         Raises:
-            PoolClosedError: after `close` or `terminate`.
+            PoolClosedError: the pool was closed or terminated.
             Exception: the exception of the `initializer`.
 
         Example:
@@ -812,9 +813,9 @@ class Pool:
         self._scheduler.life.check_open()
 
     def close(self) -> None:
-        """Take no new calls.
+        """Accept no more calls.
 
-        Calls under way are finished, and backward still works until `join` or `terminate`.
+        Calls in progress are finished, and backward still works until `join` or `terminate`.
 
         Example:
             >>> import torch, mpgrad
@@ -879,9 +880,9 @@ class Pool:
         return tuple(PoolWorker(self, number) for number in range(self.processes))
 
     def _leave(self) -> None:
-        """Take no new calls, and return at once.
+        """Accept no more calls, and return at once.
 
-        Workers end when all is done and nobody needs the graphs that they keep.
+        Workers end when all work is done and the graphs that they keep are no longer needed.
         """
         self._finalizer.detach()
         self._scheduler.leave()
@@ -889,12 +890,12 @@ class Pool:
     def resize(self, processes: int) -> None:
         """Change the number of workers.
 
-        Workers that are too many take no new calls, and end when they keep no graph any more.
+        Surplus workers get no new calls, and end once they keep no graphs.
 
         Raises:
             ValueError: `processes` is less than one, the engine is "inline", or the pool has
                 devices, which fix the number of workers.
-            PoolClosedError: after `close` or `terminate`.
+            PoolClosedError: the pool was closed or terminated.
 
         Example:
             >>> import mpgrad
@@ -907,7 +908,7 @@ class Pool:
             raise ValueError("an inline pool has one worker, the caller itself (engine: 'inline')")
         if self._options.device_codes is not None:
             raise ValueError(
-                "a pool with devices has one worker for each of them; make another pool "
+                "a pool with devices has one worker for each of them; make a new pool "
                 f"(processes: {processes})"
             )
         self._submitter.resize(positive("processes", processes))
@@ -925,9 +926,9 @@ class Pool:
         return self._scheduler.stats()
 
     def story(self, item: int = 0) -> str:
-        """Return what happened to an item of the last operation, a line for each step.
+        """Return what happened to an item of the last operation, with one line for each step.
 
-        The notes of `WorkerDiedError` and `CallTimeoutError` contain the same.
+        The notes of `WorkerDiedError` and `CallTimeoutError` contain the same lines.
 
         Args:
             item: the index of the item within its map; 0 for the call of a `submit` or `apply`.
@@ -959,8 +960,8 @@ class Pool:
 
         Raises:
             TypeError: `path` does not name a file.
-            RuntimeError: this pool records a timeline already, or this object was used before. The
-                beginning of the block raises this. `Timeline.events`, `Timeline.save` and
+            RuntimeError: this pool is already recording a timeline, or this object was used before.
+                The beginning of the block raises this. `Timeline.events`, `Timeline.save` and
                 `Timeline.draw` raise it until the block ends.
             OSError: the file cannot be written. The beginning of the block raises this.
 
@@ -980,9 +981,9 @@ class Pool:
 
     @contextmanager
     def progress(self, progress: Progress = True) -> Iterator[None]:
-        """Show, until the block ends, how much of all the pool's work is done.
+        """Show how much of the pool's work is done, until the block ends.
 
-        Futures of `submit` and backwards count, too. The total grows as you ask for more. An item's
+        Calls of `submit` and backwards also count. The total grows as you submit more. An item's
         backward counts as much as its forward, but cheap items that were sent together have one
         backward for all. With `graphs="auto"` backwards may have run with the forwards. Then a
         backward has nothing left to do, and nothing to show.
@@ -1028,7 +1029,7 @@ class Pool:
     ) -> None:
         """Call `terminate`, as in multiprocessing.
 
-        Ask for results, and call backward, inside the with block.
+        Get the results, and call backward, inside the with block.
         """
         self.terminate()
 
@@ -1062,15 +1063,16 @@ class Pool:
     ) -> DifferentiableFuture[Any]:
         """Run ``fn(*args, **kwargs)`` on a worker.
 
-        Returns a `concurrent.futures.Future` whose result is differentiable. For a time limit call
-        `cancel_after` of the future, or use `apply_async`, which has a `timeout` and a `device`:
-        all keyword arguments of `submit` are those of `fn`, as in `concurrent.futures`.
+        Returns a `concurrent.futures.Future` whose result is differentiable. `Pool(timeout=)` and
+        `apply_async`, which also has a `device`, limit the time that a call runs. The future's
+        `cancel_after` sets a deadline, which includes the time that the call waits. As in
+        `concurrent.futures`, `submit` passes all keyword arguments to `fn`.
 
         The arguments of a further call (`submit`, `map`, `reduce` and so on) may contain futures
-        anywhere. That call starts when its arguments are there, and the caller does not wait.
-        Gradients flow through the graph of calls. If only calls use a result, it does not come to
-        the caller's memory. Once you have called `result()`, later calls get that value, with your
-        in-place changes.
+        anywhere. That call starts when its arguments are available, and the caller does not wait.
+        Gradients flow through the graph of calls. A result that only calls use is not copied to the
+        caller. Once you have called `result()`, later calls get that value, with your in-place
+        changes.
 
         Example:
             >>> import torch, mpgrad
@@ -1083,7 +1085,7 @@ class Pool:
             tensor([5., 5., 5.])
 
         Raises (`result`):
-            AncestorFailedError: a call that was to give an argument failed or was cancelled. Its
+            AncestorFailedError: a call whose result is an argument failed or was cancelled. Its
             error is the `__cause__`.
             concurrent.futures.CancelledError: the call was cancelled.
             Exception: the call's exception.
@@ -1093,13 +1095,13 @@ class Pool:
 
     @not_compiled
     def synchronize(self) -> None:
-        """Wait until all calls that were submitted up to now have ended.
+        """Wait until all calls that have been submitted so far have ended.
 
         Calls of `submit`, `map_async` and so on count, and so do calls of other threads.
 
         Raises:
-            Exception: the first failure of a call whose future or result nobody has asked for. The
-                failure is then forgotten.
+            Exception: the first failure of a call whose result was not requested yet. The failure
+                is then forgotten.
 
         Example:
             >>> import mpgrad
@@ -1128,11 +1130,11 @@ class Pool:
 
         Args:
             fn: a function ``fn(target, item)``, which returns the new target, or writes into the
-                target and returns None. Or the name of a reduction (see `map_reduce`), whose first
-                value is the target.
+                target and returns None. It can also be the name of a reduction (see `map_reduce`);
+                then the target is its first value.
             items: the items that are folded into every target.
             targets: one target (a tensor or structure), or a list of them.
-            associative: whether ``fn(fn(t, a), b) == fn(t, fn(a, b))``. Then the fold may be cut
+            associative: whether ``fn(fn(t, a), b) == fn(t, fn(a, b))``. If so, the fold may be cut
                 into blocks that run in parallel, and items and targets must be of one kind. The cut
                 depends only on the number of items.
 
@@ -1141,7 +1143,7 @@ class Pool:
             in-place functions.
 
         Raises:
-            ValueError: no reduction has the name `fn`. Otherwise as `map`.
+            ValueError: no reduction has the name `fn`. Otherwise as for `map`.
 
         Example:
             >>> import torch, mpgrad
@@ -1178,14 +1180,14 @@ class Pool:
             map_fn: a function that is applied to each item.
             items: at least one item, unless there is an `init`.
             reduce_fn: an associative function of an accumulator and a value. It returns the new
-                accumulator, or writes into the one it got. Or one of "sum", "mean", "max", "min",
-                "logsumexp" (elementwise over the items), "cat", "stack" (along dimension 0). Blocks
-                of items are folded in parallel and merged in order. The cut into blocks depends
-                only on the number of items.
-            init: the first value, or None for none.
+                accumulator, or writes into the one it got. It can also be one of "sum", "mean",
+                "max", "min", "logsumexp" (elementwise over the items), "cat", "stack" (along
+                dimension 0). Blocks of items are folded in parallel and merged in order. The cut
+                into blocks depends only on the number of items.
+            init: the first value; None for no first value.
 
         Raises:
-            TypeError: no items and no `init`. Otherwise as `map`.
+            TypeError: there are no items and no `init`. Otherwise as for `map`.
 
         Example:
             >>> import torch, mpgrad

@@ -1,4 +1,4 @@
-"""`Reporter` shows the progress of an operation while it runs. Caller's side.
+"""`Reporter` shows the progress of an operation while it runs. It runs in the caller.
 
 The function that shows it may need a lock that the waiting thread holds. So a thread that is in
 `map`, `get` or `next` *attends*, and calls the function itself, ten times a second while it waits.
@@ -8,7 +8,7 @@ in PyTorch's code.
 
     operation, pool ◄── look ── an attending thread, ──► show: a bar of tqdm, or the caller's
                                 or the callbacks thread        function
-Guarantees: one thread at a time is in a function. The last look comes after the end. It comes
+Guarantees: only one thread at a time runs the function. The last look comes after the end. It comes
     before the attending thread goes on, unless the callbacks thread has been in the function for
     longer than `PATIENCE`. Looks and shows take at most a 20th of the time.
 """
@@ -44,9 +44,9 @@ Progress = bool | str | Show
 
 T = TypeVar("T")
 
-# seconds that a thread at its end waits for another one that is in the function
+# seconds that an ending thread waits for another thread that is in the function
 PATIENCE = 0.2
-# If a look takes long, the pause after it is so many times as long.
+# If a look takes long, the pause after it is this many times as long.
 PAUSE = 20
 
 
@@ -57,13 +57,13 @@ class ProgressState(NamedTuple):
 
 
 class Reporter:
-    """Shows what `look` finds, until `end` is called or `look` says that all is over.
+    """Shows what `look` finds, until `end` is called or `look` reports that everything is over.
 
     Args:
         is_of_pool: every thread that waits for the pool attends.
 
     Raises:
-        ImportError: `progress` asks for a bar, and tqdm is not installed.
+        ImportError: `progress` requests a bar, and tqdm is not installed.
         TypeError: `progress` is of a wrong type, or a function that does not take done, total and
             seconds left.
     """
@@ -90,12 +90,12 @@ class Reporter:
                 "seconds left"
             )
             raise TypeError(f"{expected} (progress: {progress!r})")
-        # The thread that has this shows. No thread waits for it without limit.
+        # The thread that holds this calls the function. No thread waits for it without limit.
         self._turn = threading.Lock()
         self._has_ended = False
         self._closing = threading.Event()
         self._due = time.monotonic() + LOOK_EVERY
-        # when something was done first, and how much
+        # when the first work was done, and how much
         self._first: tuple[float, int] | None = None
         self._shown: tuple[int, int | None] | None = None
 
@@ -112,11 +112,11 @@ class Reporter:
 
     @property
     def is_closed(self) -> bool:
-        """Whether it shows nothing any more."""
+        """Whether it has stopped."""
         return self._closing.is_set()
 
     def tick(self) -> None:
-        """Show the present state if it is time to, unless another thread is doing so."""
+        """Show the present state if this is due, unless another thread is doing so."""
         while (self.is_here or self.is_nowhere) and self._is_due():
             # The thread that has the turn looks once more after it has given it back.
             if not self._turn.acquire(blocking=False):
@@ -169,13 +169,13 @@ class Reporter:
                 self._close()
         except BaseException as error:
             self._close()
-            # A KeyboardInterrupt, above all, is for the thread that waits.
+            # Above all, a KeyboardInterrupt is meant for the thread that waits.
             if not isinstance(error, Exception) and self.is_here:
                 raise
-            # The caller's function or terminal failed, which is no reason for the work to stop.
+            # The caller's function or terminal failed. The work goes on.
             report(
                 logging.WARNING,
-                "progress is not shown any more: %r raised %s: %s",
+                "progress is no longer shown: %r raised %s: %s",
                 self._progress,
                 type(error).__name__,
                 error,
@@ -244,7 +244,7 @@ class Bar:
         self._bar.update(done - self._bar.n)
 
 
-# --- who shows it
+# --- which thread shows it
 
 
 def reporter_of(
@@ -253,7 +253,7 @@ def reporter_of(
     look: Callable[[], ProgressState],
     is_of_pool: bool = False,
 ) -> Reporter | None:
-    """Return a reporter that nobody attends yet; None if `progress` is False."""
+    """Return a reporter that no thread attends yet; None if `progress` is False."""
     if progress is False:
         return None
     reporter = Reporter(progress, look, is_of_pool)

@@ -1,5 +1,5 @@
 """`PoolStats` reports in numbers what a pool does and holds. Programs read its attributes, and
-people read its text, which is a table. Both sides.
+people read its text, which is a table. Both sides use it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class WorkerStats(NamedTuple):
         graph_bytes: the memory of these graphs. It is measured only with `graph_memory`, and
             otherwise 0.
         calls: the number of calls that the worker has run.
-        state: "busy", "idle" or "retiring". A retiring worker takes no new calls, and ends when it
-            keeps no graph any more.
+        state: "busy", "idle" or "retiring". A retiring worker gets no new calls, and ends once it
+            keeps no graphs.
         busy: the share of the time since its start in which the worker had work, 0 to 1.
         device: the worker's device, such as "cpu" or "cuda:0".
         node: the name of the worker's machine, in a pool on a cluster; "" on this machine.
@@ -54,7 +54,7 @@ class WorkerStats(NamedTuple):
 
     @property
     def retiring(self) -> bool:
-        """Whether the worker takes no new calls, and ends once its graphs are no longer needed."""
+        """Whether the worker gets no new calls, and ends once its graphs are no longer needed."""
         return self.state == "retiring"
 
     def as_dict(self) -> dict[str, Any]:
@@ -76,17 +76,17 @@ class PoolStats(NamedTuple):
         recomputed: the number of calls that ran again for a backward, because their graph was
             dropped, lost or used up.
         graphs_dropped: the number of graphs that workers dropped, because memory was short, or
-            because they are to keep none (`graphs="recompute"`).
+            because they keep none (`graphs="recompute"`).
         wrong_predictions: the number of backwards that ran right after their forwards
             (`graphs="auto"`) for a wrong gradient.
         operations: the number of maps, submitted calls and so on that have not ended.
         calls: the number of calls that workers have run so far. Workers that have ended are
             included.
-        calls_left: the number of calls of these operations that were sent or wait.
+        calls_left: the number of calls of these operations that have not ended yet.
         backwards: the number of backwards that workers have run so far. Items that were sent
             together share one. Backwards that ran right after their forwards (`graphs="auto"`) do
             not count.
-        backwards_left: the number of backwards that were sent or wait.
+        backwards_left: the number of backwards that have not ended yet.
         frames_sent: the number of frames sent to workers so far. A frame holds the messages of many
             calls.
         frames_received: the number of frames received from workers.

@@ -1,7 +1,7 @@
-"""Differences between systems are handled here. Both sides; needs no torch.
+"""Differences between systems are handled here. Both sides use this module, and it needs no torch.
 
-No other module asks for a system's name, or whether the system has some function. The exception is
-the doctor, which describes systems.
+No other module checks the system's name, or whether it has a certain function. The exception is the
+doctor, which describes systems.
 
 Linux has anonymous memory files, private mappings of them, and processes that die with their
 parent. So it can have a fork server that forks workers. Other systems with Unix sockets, such as
@@ -76,7 +76,7 @@ NO_SIGNAL = int(getattr(socket, "MSG_NOSIGNAL", 0))
 
 if not (hasattr(socket, "SCM_RIGHTS") and hasattr(socket, "CMSG_SPACE")):
     raise ImportError(
-        "mpgrad needs Unix sockets that carry file descriptors (socket.SCM_RIGHTS), which this "
+        "mpgrad needs Unix sockets that can pass file descriptors (socket.SCM_RIGHTS), which this "
         "system lacks "
         f"(system: {sys.platform}); on Windows run it in WSL 2"
     )
@@ -142,7 +142,7 @@ def anonymous_memory() -> int:
 
 
 def name_of(pid: int) -> str:
-    # macOS allows 31 characters. The user is in the name because nobody can remove another user's.
+    # macOS allows 31 characters. The user is in the name because no user can remove another's name.
     return f"/mpgrad-{os.getuid()}-{pid}"
 
 
@@ -189,14 +189,15 @@ def reserve_memory(descriptor: int, offset: int, nbytes: int) -> None:
 
 
 def free_on_machine() -> int:
-    """Return the bytes that programs can still have without swapping, if only the machine limits
+    """Return the bytes that programs can still get without swapping, if only the machine limits
     them."""
     if not PORTABLE:
         with open(PROC / "meminfo") as file:
             return next(
                 1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable:")
             )
-    # Imported only where needed: it takes 6 ms and 4 MiB, which no worker should spend.
+    # It is imported only when needed, because it takes 6 ms and 4 MiB, which no worker should
+    # spend.
     import psutil
 
     return int(psutil.virtual_memory().available)
@@ -272,7 +273,7 @@ class OwnedDescriptor:
 
 
 MEMBERSHIP = PROC / "self/cgroup"
-# The share of a group's limit that is kept free for memory that is taken without asking. At the
+# The share of a group's limit that is kept free for memory that is taken without a check. At the
 # limit the kernel kills without a warning.
 SPARED = 0.05
 # Seconds for which the list of limiting groups is reused. Finding them takes 0.7 ms.
@@ -323,7 +324,7 @@ def limiting_now(root: Path, membership: Path, moment: int) -> list[Path]:
 
 
 def free_memory() -> int:
-    """Return the bytes that this process can still have, of the machine's and within its groups'
+    """Return the bytes that this process can still get from the machine and within its groups'
     limits.
 
     Other processes of the groups take from the same memory.
@@ -399,7 +400,7 @@ def bytes_of(name: str, amount: int | str) -> int:
 def kills_for_memory() -> int:
     """Return how many processes the kernel has killed on this machine because memory ran out.
 
-    It is 0 if the kernel does not say.
+    It is 0 if the kernel does not report it.
     """
     if PORTABLE:
         return 0
@@ -427,7 +428,7 @@ THREAD_VARIABLES = (  # numerical libraries read them when they are loaded
 def thread_variables(threads: int | None) -> dict[str, str]:
     """Return the variables that make these libraries use `threads` threads.
 
-    With None, the libraries use as many as the existing variables say.
+    With None, the existing variables decide.
     """
     return {} if threads is None else dict.fromkeys(THREAD_VARIABLES, str(threads))
 
@@ -481,7 +482,7 @@ class OthersClock:
     def cpus(self) -> float:
         """Return how many CPUs others have kept busy until now.
 
-        The system counts in ticks of 10 ms, so ask after some tenths of a second.
+        The system counts in ticks of 10 ms, so call this after a few tenths of a second.
         """
         own = sum(seconds - self._own.get(pid, 0.0) for pid, seconds in own_seconds().items())
         return max(0.0, (busy_seconds() - self._busy - own) / (time.monotonic() - self._start))

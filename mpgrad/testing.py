@@ -6,6 +6,7 @@ loop in the caller is the reference. So values and gradients of items must be eq
 no tolerance can hide a mistake.
 
     loop ─► loop again, last item first ─► the pool ─► the pool, last item first, one call at a time
+
 The pool cannot run some functions as the loop does: a function may count its calls, remember its
 arguments, or write to its captures. Such a function may agree by chance in any one of these runs,
 but not in all.
@@ -51,12 +52,12 @@ def assert_same_as_serial(
     """Compare ``pool.map(fn, items)`` with ``[fn(item) for item in items]``: values, structure, and
     derivatives.
 
-    The loop runs a second time, with the last item first, and must return the same. The pool also
-    runs twice: as usual, and with the last item first and each item as a separate call.
+    The loop runs a second time, with the last item first, and must return the same results. The
+    pool also runs twice: as usual, and with the last item first and each item as a separate call.
 
-    Objects in items and results are taken apart as the pool does it, and their tensors are compared
-    like all others. The rest of an object is equal if its pickle is the same, or if it has no
-    tensors and `==` returns true.
+    Objects in items and results are taken apart as in the pool, and their tensors are compared like
+    all others. The rest of an object is equal if its pickle is the same, or if it has no tensors
+    and `==` returns true.
 
     Args:
         fn: the function. Gradients of the tensors that it captures are also compared. It must not
@@ -66,8 +67,9 @@ def assert_same_as_serial(
             copies.
         pool: the pool to test; None for a new pool with two processes.
         order: the highest order of the derivatives; 0 for values only. Derivatives of order 2 are
-            those of all first ones, with random weights, as in `torch.autograd.gradgradcheck`. For
-            orders above 1, only the pool's first run is compared.
+            those of all first derivatives, with random weights, as in
+            `torch.autograd.gradgradcheck`. For orders above 1, only the pool's first run is
+            compared.
         run: how the pool is called; None for `map`.
         rtol: relative tolerance for sums that the pool computes in a different order: the gradients
             of captures, and all derivatives of order 2 or more; None for 4096 times the precision
@@ -230,7 +232,7 @@ def check_none_is_lost(index: int, lost: Iterable[tuple[str, torch.Tensor]]) -> 
         raise AssertionError(
             f"item {index}: a gradient would be lost: the pickling of {owner} leaves out "
             f"{describe(tensor)} that requires "
-            "grad; have __getstate__ or __reduce__ give the tensor"
+            "grad; have __getstate__ or __reduce__ return the tensor"
         )
 
 
@@ -423,15 +425,15 @@ def rest_of(value: Any) -> bytes:
 def are_equal(mine: Any, other: Any) -> bool:
     try:
         return bool(mine == other)
-    except Exception:  # there are arrays within, or the user's `==` fails: the pickles decide
+    except Exception:  # it contains arrays, or the user's `==` fails: the pickles decide
         return False
 
 
 def compare_tensors(
     name: str, ours: torch.Tensor | None, theirs: torch.Tensor | None, rtol: float | None
 ) -> None:
-    """Raise AssertionError if the tensors differ. `rtol` is 0 for bit for bit, or None for 4096
-    times the dtype's epsilon."""
+    """Raise AssertionError if the tensors differ. `rtol` is 0 for an exact comparison, or None for
+    4096 times the dtype's epsilon."""
     kinds = [
         each
         if each is None
@@ -468,7 +470,8 @@ def strides_of(tensor: torch.Tensor) -> list[int]:
 
 
 def same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Return whether the tensors are equal, including the sign of zeros. All NaNs are equal."""
+    """Return whether the tensors are equal, including the sign of zeros. All NaNs count as
+    equal."""
     ours, theirs = (
         each.resolve_conj().resolve_neg().contiguous().reshape(-1) for each in (ours, theirs)
     )

@@ -1,5 +1,6 @@
 """`Timeline` is the object that `Pool.timeline` returns. A `Trace` holds its notes. `events_of`
-converts it to Chrome's trace events, which Perfetto (ui.perfetto.dev) opens. Caller only.
+converts it to Chrome's trace events, which Perfetto (ui.perfetto.dev) opens. This module runs in
+the caller only.
 
     a thread of the caller ──► `span` ──► CallerSpan
     the scheduling thread (`scheduling.tracer`) ──► TracedChunk ◄── a worker's `ChunkTrace`
@@ -72,9 +73,9 @@ class Timeline:
         """Begin to record.
 
         Raises:
-            RuntimeError: the pool records a timeline already, or this one has been recorded.
+            RuntimeError: the pool is already recording a timeline, or this one has been recorded.
             OSError: the file cannot be written.
-            PoolClosedError: after `close` or `terminate`.
+            PoolClosedError: the pool was closed or terminated.
         """
         if self._own_trace is not None:
             raise RuntimeError("a timeline is recorded once; get another one from the pool")
@@ -82,7 +83,7 @@ class Timeline:
         self._scheduler.begin_trace(trace)
         try:
             if self._path is not None:
-                # The file is opened now, because it may be impossible, and the run may be long.
+                # The file is opened now, because this may fail, and the run may be long.
                 self._file = self._path.open("w")
         except BaseException:
             self._scheduler.end_trace()
@@ -172,7 +173,7 @@ class TracedChunk:
     calls: Sequence[TracedCall]
     sent: int
     answered: int | None = None
-    # The next three are by the worker's clock.
+    # The next three use the worker's clock.
     began: int = 0
     ended: int = 0
     spans: Sequence[Span] = ()
@@ -195,7 +196,7 @@ class Trace:
     def __init__(self) -> None:
         self.began = time.monotonic_ns()
         self.ended: int | None = None
-        # whether the workers know of it; they time the chunks that they are sent from then on
+        # whether the workers were notified; they time the chunks that they are sent from then on
         self.is_known = False
         self.caller_spans: list[CallerSpan] = []
         # in the order in which they were sent
@@ -292,7 +293,7 @@ def slice_event(each: Slice, start: int, end: int) -> Event:
 
 
 def caller_slices(trace: Trace) -> Iterator[Slice]:
-    # This comes first: a thread that adds a span has added itself before.
+    # The spans are read first: a thread adds itself before it adds a span.
     caller_spans = list(trace.caller_spans)
     tracks = {thread: number for number, thread in enumerate(list(trace.threads), start=1)}
     for thread, kind, function, began, ended in caller_spans:

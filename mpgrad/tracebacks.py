@@ -1,11 +1,11 @@
 """Tracebacks show the code of the caller and of the tasks, without mpgrad's frames between them.
 
 A serial loop's traceback leads from the caller's line to the line that failed. A pool adds its own
-frames on both sides, which say nothing about the mistake. So this module removes them, even from
+frames on both sides, which do not help to find the mistake. So this module removes them, even from
 the text that comes from a worker. If mpgrad itself raises something unexpected, its frames stay.
 `MPGRAD_FULL_TRACEBACK=1` in the environment always shows them.
 
-    worker: full text ──► caller, when it asks for the exception: `shown` ──► its cause
+    worker: full text ──► caller, when it reads the exception: `shown` ──► its cause
     caller: `hide_own_frames` in the outermost function of mpgrad, before the exception leaves it
 Guarantees: it costs nothing unless something fails.
 """
@@ -55,7 +55,7 @@ PYTHON = os.path.join(os.path.dirname(os.__file__), "")
 CALLS_OF_TASKS = (
     ("run.py", "_run_item"),
     ("private.py", "gradients"),
-)  # in `workers` and `torch_state`
+)  # these are in `workers` and `torch_state`
 # These errors are not mistakes of mpgrad's. An interrupt may arrive wherever a thread waits.
 OUTCOMES = (
     AncestorFailedError,
@@ -92,7 +92,7 @@ def is_own(file: str) -> bool:
 
 
 def is_callers(file: str) -> bool:
-    """Whether the file belongs neither to mpgrad nor to a library that mpgrad calls.
+    """Return whether the file belongs neither to mpgrad nor to a library that mpgrad calls.
 
     Other packages are installed within Python's own folder.
     """
@@ -101,7 +101,7 @@ def is_callers(file: str) -> bool:
 
 
 def raised_by_task(frame: re.Match[str]) -> bool:
-    """Whether this innermost frame, which is mpgrad's, calls the task or its graph.
+    """Return whether this innermost frame, which is mpgrad's, calls the task or its graph.
 
     If so, the task is C code, and that code raised the exception.
     """
@@ -118,7 +118,7 @@ def wants_all() -> bool:
 def hide_own_frames(error: BaseException) -> None:
     """Remove mpgrad's frames from an exception. A bare `raise` has to follow.
 
-    This is done if a call gave the exception, if it comes from the caller's code, or if it is an
+    This is done if a call raised the exception, if it comes from the caller's code, or if it is an
     interrupt.
 
     Python 3.10 re-raises what it has caught and ignores `__traceback__`. So there the frame that
@@ -185,7 +185,8 @@ def shown(text: str) -> str:
 
 
 def is_source(line: str, frame: re.Match[str]) -> bool:
-    """Whether `line` belongs to the frame before it, as its source or as marks below the source."""
+    """Return whether `line` belongs to the frame before it, as its source or as marks below the
+    source."""
     return line.startswith(f"{frame['indent']}    ")
 
 
@@ -234,7 +235,7 @@ def shown_stack(text: str) -> str:
         own = [is_own(frame["file"]) for frame in frames]
         kept = frames
         if any(own) and not own[0] and not wants_all():
-            # frames further out have started the process
+            # the frames further out started the process
             inside = len(own) - own[::-1].index(True)
             kept = [
                 frame
@@ -248,8 +249,8 @@ def shown_stack(text: str) -> str:
 
 
 def is_import(frame: re.Match[str]) -> bool:
-    """Whether the frame belongs to the import machinery, which Python's tracebacks also leave
-    out."""
+    """Return whether the frame belongs to the import machinery, which Python's tracebacks also
+    leave out."""
     return frame["file"].startswith("<frozen importlib.")
 
 
@@ -262,9 +263,10 @@ def with_source(frame: re.Match[str], indent: str = "") -> list[str]:
 
 
 def outside() -> tuple[types.FrameType, int]:
-    """Return the caller's innermost frame, and its `stacklevel` seen from the function that asks.
+    """Return the caller's innermost frame, and its `stacklevel` seen from the function that calls
+    this.
 
-    That function itself has level 1.
+    That function has level 1.
     """
     here = inspect.currentframe()
     assert here is not None and here.f_back is not None

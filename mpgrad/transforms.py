@@ -6,7 +6,7 @@ process. So a map becomes one `autograd.Function` of the kind that transforms un
 them the map's derivative and batched form, and they wrap and unwrap tensors around it. The
 derivative is also a map, which runs the function's derivative (`tasks.transform_programs`). So
 transforms may be nested to any depth. Nothing is kept in workers: a derivative runs the function
-again, under the same seeds and modes. Caller only; workers run the programs.
+again, under the same seeds and modes. This module runs in the caller. Workers run the programs.
 """
 
 from __future__ import annotations
@@ -102,10 +102,9 @@ def run_followed(
         return None
     if any(map(has_ended, itertools.chain(common, *own))):
         raise TypeError(
-            "the function or an item holds a tensor of a torch.func transform that has ended, as a "
-            "function that "
-            "torch.func.vjp returned does; its graph stays here: call it here, or take the "
-            "derivative within the function"
+            "the function or an item holds a tensor of a torch.func transform that has ended, like "
+            "a function that torch.func.vjp returned; its graph cannot be sent: call it in this "
+            "process, or take the derivative within the function"
         )
     if older_levels():
         raise TypeError(
@@ -157,7 +156,7 @@ class Plan:
         self.programs = programs
         self.common_count = common_count
         self.own_counts = own_counts
-        # of the results, by call; known after the map has run
+        # the results' structures, by call, once the map has run
         self.structures: list[bytes] = []
         self.counts: list[int] = []
 
@@ -215,7 +214,7 @@ class Plan:
 
 
 class PlanNode(torch.autograd.Function):
-    """Is the autograd node of a `Plan`."""
+    """The autograd node of a `Plan`."""
 
     @staticmethod
     @without_own_frames

@@ -1,9 +1,9 @@
 """Runs the tests with other versions of Python, torch and the dependencies, and writes the results
 into docs/compatibility.md.
 
-MATRIX names the environments of tox to run; tox.ini says what the parts of a name mean.
-Environments are made, used and removed one at a time: torch with its CUDA packages takes 5 GB.
-Tests that failed are run once more, by themselves.
+MATRIX names the tox environments to run; tox.ini explains the parts of a name. Environments are
+made, used and removed one at a time, because torch with its CUDA packages takes 5 GB. Tests that
+failed are run once more, by themselves.
 
     python scripts/compatibility.py
     python scripts/compatibility.py --only py312-torch29-core
@@ -38,16 +38,16 @@ MATRIX = (
     "py311-cpu213-portable",
     "py312-torch211",
     "py313-torch215",
-    # the core tests; each Python up to 3.13 with two versions of torch at least. torch 2.15 has no
-    # wheel for Python 3.10.
+    # the core tests, for each Python up to 3.13 with at least two versions of torch. torch 2.15 has
+    # no wheel for Python 3.10.
     "py310-torch29-core",
     "py311-torch210-core",
     "py311-torch212-core",
     "py312-torch214-core",
     "py313-torch213-core",
     "py314-torch215-core",
-    "py315-torch215-core",  # the first torch that has a wheel for it
-    # the README's example, with the torch that pip brings
+    "py315-torch215-core",  # the first torch that has a wheel for this Python
+    # the README's example, with the torch that pip installs
     "py313-plain",
 )
 KINDS = {"core": "core", "plain": "README"}  # which tests a factor runs instead of the whole suite
@@ -57,8 +57,8 @@ RESULTS = ROOT / "docs" / "compatibility.json"
 PAGE = ROOT / "docs" / "compatibility.md"
 BEGIN, END = "<!-- table: scripts/compatibility.py writes it -->\n", "<!-- end of the table -->\n"
 
-# torch's metadata do not say +cu128, and it need not be one that can be imported; it does not bring
-# NumPy
+# torch's metadata lacks the suffix +cu128, and torch may not be importable here, so its version is
+# read from a file. NumPy may be missing, because torch does not install it.
 ASK_VERSIONS = """
 import importlib.util, json, pathlib, platform, runpy
 from importlib.metadata import version
@@ -74,7 +74,7 @@ HEADS = (
     "torch",
     "tests",
     "passed",
-    "of these when repeated",
+    "passed when repeated",
     "failed",
     "skipped",
     "commit",
@@ -94,14 +94,14 @@ WHY_SKIPPED = {
 }
 
 Entry = dict[str, Any]  # the results of an environment
-Entries = dict[str, Entry]  # ... by its name
+Entries = dict[str, Entry]  # the results of each environment, by its name
 
 
 # --- one environment
 
 
 def tried(name: str, workdir: Path) -> Entry:
-    """Installs an environment, runs its tests and removes it again."""
+    """Install an environment, run its tests and remove it again."""
     entry: Entry = {
         "date": datetime.date.today().isoformat(),
         "commit": commit(),
@@ -187,7 +187,7 @@ def tox(
         name,
         *options,
     ]
-    # it would grow by what each environment takes
+    # the cache would grow with each environment
     environment = {**os.environ, "PIP_NO_CACHE_DIR": "1"}
     return subprocess.run(
         command, cwd=ROOT, env=environment, stdout=stdout, stderr=subprocess.STDOUT, text=True
@@ -233,7 +233,7 @@ def outcome(report: Path, status: int) -> Entry:
 
 def after_second_run(entry: Entry, report: Path) -> Entry:
     """Return the entry after its failed tests were run again, by themselves. On a busy machine some
-    tests come too late."""
+    tests miss their time limits."""
     if not report.exists():
         return {}
     second = counts_in(report.read_text())
@@ -322,7 +322,7 @@ def lines_of(entries: Entries) -> Iterator[str]:
     yield ""
     for name, entry in entries.items():
         if "kept" in entry:
-            yield f"* `{name}`: not run on {entry['kept']}, as its interpreter could not be had"
+            yield f"* `{name}`: not run on {entry['kept']}, as its interpreter was missing"
         if "reason" in entry:
             yield f"* `{name}`: {entry['reason']}"
         yield from (f"* `{name}`: `{test}` failed" for test in entry.get("failed", ()))
@@ -414,9 +414,7 @@ def parser() -> argparse.ArgumentParser:
     keeps = "run these (default: the matrix; at its end, results of others are dropped)"
     made.add_argument("--only", nargs="+", type=environment, metavar="ENV", help=keeps)
     made.add_argument("--list", action="store_true", help="name the environments of the matrix")
-    made.add_argument(
-        "--table", action="store_true", help="run nothing, only write the table again"
-    )
+    made.add_argument("--table", action="store_true", help="run nothing, only write the table")
     made.add_argument(
         "--workdir",
         type=Path,

@@ -1,9 +1,9 @@
-"""The pages of the documentation: runs the code of each page, keeps the pictures that it draws, and
-writes the reference from the docstrings.
+"""Runs the code of each page of the documentation, keeps the pictures that it draws, and writes the
+reference from the docstrings.
 
-A page is one program: its ``python`` blocks, one after the other. Its ``output`` blocks are what
-the program prints, with "..." for what differs from run to run. A block that cannot run everywhere
-begins with a comment "# not run here: ..." that says what it needs.
+The ``python`` blocks of a page are one program. The ``output`` blocks are what the program prints,
+with "..." for text that differs from run to run. A block that cannot run everywhere begins with a
+comment "# not run here: ..." that names what it needs.
 
 A reference page names the objects that it describes in a comment, "<!-- reference: ... -->". Their
 docstrings are the only source of everything after this comment.
@@ -38,10 +38,11 @@ from typing import Any, NamedTuple
 
 DOCS = Path(__file__).parents[1] / "docs"
 PICTURES = DOCS / "pictures"
-LIMIT = 600.0  # seconds, after which a page hangs: a busy machine may be slow
+LIMIT = 600.0  # seconds, after which a page counts as hanging; a busy machine may be slow
 NOT_RUN = "# not run here: "
-NOT_PRINTED = "[Gloo]"  # by the program, but by torch 2.8 itself
-# of blocks; in the reference "py" is a signature, and "pycon" an example that doctest runs
+NOT_PRINTED = "[Gloo]"  # by the program, but by torch 2.8
+# The kinds of blocks. In the reference, "py" is a signature, and "pycon" an example that doctest
+# runs.
 KINDS = {"python", "output", "sh", "text", "py", "pycon"}
 
 # pictures that can be read on a light and on a dark page
@@ -61,8 +62,8 @@ legend.frameon: False
 
 
 class Block(NamedTuple):
-    """A fenced block: `kind` is what stands behind the fence; `first` the number of its first line,
-    from 1."""
+    """A fenced block. `kind` is the word after the fence, and `first` is the number of its first
+    line, from 1."""
 
     kind: str
     first: int
@@ -70,16 +71,16 @@ class Block(NamedTuple):
 
 
 class MistakeError(Exception):
-    """A page that does not do what it says."""
+    """A page does not do what it shows."""
 
 
 def pages() -> list[Path]:
-    """All pages that have a program."""
+    """Return all pages that have a program."""
     return [path for path in sorted(DOCS.rglob("*.md")) if program(path).strip()]
 
 
 def blocks(path: Path) -> Iterator[Block]:
-    """The fenced blocks of a page."""
+    """Yield the fenced blocks of a page."""
     kind, first, before = None, 0, ""
     lines: list[str] = []
     for number, line in enumerate(path.read_text().splitlines(), start=1):
@@ -90,8 +91,8 @@ def blocks(path: Path) -> Iterator[Block]:
                 line.startswith("    ") and not before.strip()
             ):
                 raise MistakeError(
-                    f"{path}, line {number}: a block begins with ``` at the margin, or nobody "
-                    "would run it"
+                    f"{path}, line {number}: a block begins with ``` at the margin, or it "
+                    "would not be run"
                 )
             before = line
         elif line.rstrip() == "```":
@@ -104,8 +105,8 @@ def blocks(path: Path) -> Iterator[Block]:
 
 
 def program(path: Path) -> str:
-    """The page's code, each line where it stands in the page, so that tracebacks name the page's
-    lines."""
+    """Return the page's code, with each line at its place in the page, so that tracebacks name the
+    page's lines."""
     lines: list[str] = []
     for block in blocks(path):
         if block.kind == "python" and not block.lines[0].startswith(NOT_RUN):
@@ -114,14 +115,14 @@ def program(path: Path) -> str:
 
 
 def output(path: Path) -> str:
-    """What the page says that its program prints."""
+    """Return what the program prints according to the page."""
     return "".join(
         f"{line}\n" for block in blocks(path) if block.kind == "output" for line in block.lines
     )
 
 
 def missing(path: Path) -> list[str]:
-    """The packages that the page's program imports, and that are not installed."""
+    """Return the packages that the page's program imports and that are not installed."""
     found = set()
     for node in ast.walk(ast.parse(program(path))):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -131,14 +132,14 @@ def missing(path: Path) -> list[str]:
 
 
 def pictures_shown(path: Path) -> set[str]:
-    """The names of the pictures in a page that its program draws."""
+    """Return the names of the pictures in a page that its program draws."""
     return {
         Path(name).name for name in re.findall(r"!\[[^\]]*\]\(([^)]*\.png)\)", path.read_text())
     }
 
 
 def tables_of(path: Path) -> list[Path]:
-    """The data files that a page links to: its program reads them."""
+    """Return the data files that a page links to, because its program reads them."""
     return [path.parent / name for name in re.findall(r"\]\(([^)]*\.csv)\)", path.read_text())]
 
 
@@ -146,7 +147,8 @@ def run(path: Path, folder: Path) -> None:
     """Run the page's program in an empty folder, beside the data files that the page links to.
 
     Raises:
-        MistakeError: it fails, warns, hangs, prints or draws something else than the page shows.
+        MistakeError: it fails, warns or hangs, or prints or draws something that the page does not
+            show.
     """
     (folder / "matplotlibrc").write_text(STYLE)
     for table in tables_of(path):
@@ -160,7 +162,7 @@ def run(path: Path, folder: Path) -> None:
         )
     except subprocess.TimeoutExpired:
         raise MistakeError(f"{path}: still running after {LIMIT:.0f} s") from None
-    if ended.returncode or "Warning" in ended.stderr:  # Matplotlib may say that it looks for fonts
+    if ended.returncode or "Warning" in ended.stderr:  # Matplotlib may report a search for fonts
         raise MistakeError(f"{path}: exit status {ended.returncode}\n{ended.stdout}{ended.stderr}")
     wanted = output(path)
     printed = "".join(
@@ -186,7 +188,8 @@ ENTRY = re.compile(r"(\*{0,2}[\w.]+(?:, \*{0,2}[\w.]+)*): (.*)")
 
 
 class Described(NamedTuple):
-    """An object in the reference: `owner` is its class, or None; `link` leads to its heading."""
+    """An object in the reference. `owner` is its class, or None, and `link` leads to its
+    heading."""
 
     name: str
     value: Any
@@ -195,7 +198,8 @@ class Described(NamedTuple):
 
 
 def described(path: Path) -> Iterator[Described]:
-    """The objects that a page describes, in its order; after each class, its members."""
+    """Yield the objects that a page describes, in its order, and each class's members after the
+    class."""
     for name in (" ".join(BEGIN.findall(path.read_text()))).split():
         value = pkgutil.resolve_name(f"mpgrad.{name}")
         yield Described(f"mpgrad.{name}", value, None, f"{path.name}#{slug(f'mpgrad.{name}')}")
@@ -206,13 +210,13 @@ def described(path: Path) -> Iterator[Described]:
 
 
 def slug(heading: str) -> str:
-    """The anchor of a heading, as GitHub and MyST name it."""
+    """Return the anchor of a heading, as GitHub and MyST name it."""
     return re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-")
 
 
 @functools.cache
 def links() -> dict[str, str]:
-    """Where the reference describes a name, with and without "mpgrad."."""
+    """Return the link to each name in the reference, with and without "mpgrad."."""
     found: dict[str, str] = {}
     for path in sorted((DOCS / "reference").glob("*.md")):
         for each in described(path):
@@ -222,7 +226,7 @@ def links() -> dict[str, str]:
 
 
 def with_reference(path: Path) -> str:
-    """The page with its descriptions as the docstrings are now."""
+    """Return the page with descriptions from the present docstrings."""
     text = path.read_text()
     begin = BEGIN.search(text)
     if begin is None:
@@ -236,7 +240,7 @@ def with_reference(path: Path) -> str:
 
 
 def description(each: Described, members: Sequence[Described], page: str) -> Iterator[str]:
-    """The paragraphs that describe an object."""
+    """Yield the paragraphs that describe an object."""
     yield f"{'###' if each.owner else '##'} `{each.name}`"
     docstring = list(sections(inspect.getdoc(each.value) or ""))
     titles = [title for title, _ in docstring]
@@ -276,7 +280,7 @@ def description(each: Described, members: Sequence[Described], page: str) -> Ite
 
 
 def sections(docstring: str) -> Iterator[tuple[str, list[str]]]:
-    """The title and lines of each section; without a title, those of each paragraph."""
+    """Yield the title and lines of each section. A paragraph without a title has an empty one."""
     title, lines = "", list[str]()
     for line in [*docstring.splitlines(), END]:
         if title and (line.startswith(" ") or not line):
@@ -294,7 +298,7 @@ def sections(docstring: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def entries(lines: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """The name and text of each entry of a section."""
+    """Yield the name and text of each entry of a section."""
     found: list[list[str]] = []
     for line in lines:
         if begun := ENTRY.fullmatch(line):
@@ -309,19 +313,19 @@ def listed(names: str) -> str:
 
 
 def table(head: tuple[str, str], rows: Sequence[tuple[str, str]]) -> str:
-    """A table in Markdown."""
+    """Return a table in Markdown."""
     lines = [head, ("---", "---"), *rows]
     return "\n".join(f"| {name} | {text.replace('|', chr(92) + '|')} |" for name, text in lines)
 
 
 def summary(value: Any) -> str:
-    """The first sentence of a docstring."""
+    """Return the first sentence of a docstring."""
     ((_, lines), *_) = sections(inspect.getdoc(value) or "")
     return re.split(r"(?<=[.`]\.) |(?<=[a-z)]\.) ", " ".join(lines))[0]
 
 
 def signature(each: Described) -> str:
-    """The call with its defaults; without annotations, which an editor shows."""
+    """Return the call with its defaults, but without annotations, which an editor shows."""
     empty = inspect.Parameter.empty
     known = inspect.signature(each.value)
     own = [one for one in known.parameters.values() if one.name != "self"]
@@ -334,7 +338,7 @@ def signature(each: Described) -> str:
 
 
 def with_links(text: str, each: Described, own: Any, page: str) -> str:
-    """`text` in Markdown: names that the reference describes become links.
+    """Return `text` in Markdown, where names that the reference describes become links.
 
     Raises:
         MistakeError: a public class has no such member.
@@ -359,7 +363,7 @@ def with_links(text: str, each: Described, own: Any, page: str) -> str:
 
 
 def cpu_seconds() -> float:
-    """Of the programs that have ended, and their workers."""
+    """Return the CPU seconds of the programs that have ended, and of their workers."""
     times = os.times()
     return times.children_user + times.children_system
 

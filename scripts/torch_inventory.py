@@ -1,12 +1,12 @@
 """Finds everything in PyTorch's public modules that changes a state of the process or a thread, and
 prints how mpgrad treats it.
 
-PyTorch has no list of its modes and settings. This looks through its public modules for context
-managers, for functions that set globals or call PyTorch's own setters, for names like `set_...`,
-and for flags. torch_inventory.txt lists how each is treated in calls of a pool. A test fails if
-PyTorch has one that is not in the list.
+PyTorch has no list of its modes and settings. This script looks through its public modules for
+context managers, for functions that set globals or call PyTorch's own setters, for names like
+`set_...`, and for flags. torch_inventory.txt lists how each is treated in calls of a pool. A test
+fails if PyTorch has one that is not in the list.
 
-    python scripts/torch_inventory.py          # what the list lacks, and what this PyTorch has not
+    python scripts/torch_inventory.py          # names that the list or this PyTorch lacks
     python scripts/torch_inventory.py --all    # everything that is found
 """
 
@@ -32,7 +32,7 @@ EPILOG = (
     "exit status: 0 if the list has everything that was found, 1 if it lacks something, 2 for "
     "wrong arguments"
 )
-# no modules for users' programs
+# These are not modules for users' programs.
 SKIPPED = {"bin", "contrib", "include", "lib", "share", "test", "testing"}
 SETTERS = re.compile(
     r"(set|enable|disable|use|allow|register|unregister|preferred|activate|restore|rename|swap)(_|$)"
@@ -55,7 +55,7 @@ def below(package: str, folder: Path) -> Iterator[str]:
             continue
         try:
             importlib.import_module(found.name)
-        except Exception:  # it needs a package, a device or a system that is not here
+        except Exception:  # it needs a package, a device or a system that is missing here
             continue
         yield found.name
         if found.ispkg:
@@ -133,7 +133,7 @@ def name_of(value: Any, where: str, name: str) -> str:
 
 
 def inventory() -> set[str]:
-    """Return the names of all that is found, with one name for each object."""
+    """Return the names of everything that is found, one for each object."""
     found: dict[int, str] = {}
     flags: set[str] = set()
     kept: list[Any] = []  # otherwise an id may later belong to another object
@@ -164,7 +164,7 @@ def inventory() -> set[str]:
 
 
 def listed(text: str) -> dict[str, str]:
-    """Return how each is treated, which is the heading that it appears under."""
+    """Return how each name is treated, which is the heading that it appears under."""
     fates: dict[str, str] = {}
     heading = ""
     for line in text.splitlines():

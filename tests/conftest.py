@@ -1,8 +1,8 @@
-"""What every test shares: pools, and the guard that nothing is left behind.
+"""Contains what all tests share: pools, and a guard against leftovers.
 
-A fork server takes about 2 s to import torch, so one pool is kept open for the whole session:
-further pools then share its fork server and start in milliseconds. The guard compares with what was
-there when a test began.
+A fork server takes about 2 s to import torch. So one pool stays open for the whole session, and
+other pools share its fork server and start in milliseconds. The guard compares the process after a
+test with the process before it.
 """
 
 from __future__ import annotations
@@ -21,49 +21,61 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import tqdm
+from _pytest.assertion.rewrite import AssertionRewritingHook
 
 import mpgrad
-from mpgrad.engines.launch import ForkServerLauncher
+from mpgrad.engines import launch
+from mpgrad.engines.launch import ForkServerLauncher, program
 from mpgrad.machine.timing import Prediction
 from mpgrad.scheduling.known_functions import KnownFunctions
 from mpgrad.system import PORTABLE
 
-# has a process of its own
+# these tests run in their own process
 collect_ignore = [] if "MPGRAD_PRETEND" in os.environ else ["devices/pretend"]
 
-# else inductor keeps processes, on torch 2.8 from its import on
+# otherwise inductor keeps processes, with torch 2.8 from its import on
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-# torch's compiler and joblib set these when they are imported: then no worker would come from the
-# session's fork server any more
+# torch's compiler and joblib set these when they are imported. After that, no worker would come
+# from the session's fork server.
 os.environ.setdefault(
     "TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
 )
 os.environ.setdefault("KMP_INIT_AT_FORK", "FALSE")
 
 OWN_NAMES = ("mpgrad", "torch_", "psm_")  # of shared memory: ours, torch's and multiprocessing's
-PATIENCE = 20.0  # seconds for the system to take away what has been ended
+PATIENCE = 20.0  # seconds for the system to remove ended processes
 
 
 @pytest.fixture(scope="session")
 def fork_server() -> Iterator[mpgrad.Pool]:
-    tqdm.tqdm.monitor_interval = 0  # else tqdm keeps a thread
-    # once for the session, where a context of multiprocessing is used
+    tqdm.tqdm.monitor_interval = 0  # otherwise tqdm keeps a thread
+    # started once for the session, for tests that use a context of multiprocessing
     multiprocessing.resource_tracker.ensure_running()
-    with mpgrad.Pool(processes=1) as pool:
-        pool.apply(abs, (-1,))
-        yield pool
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "program", program_of_tests)
+        with mpgrad.Pool(processes=1) as pool:
+            pool.apply(abs, (-1,))
+            yield pool
+
+
+def program_of_tests(module: str, *given: Any, **options: Any) -> subprocess.Popen[bytes]:
+    """In place of `mpgrad.engines.launch.program`."""
+    is_server = module == "mpgrad.workers.fork_server"
+    return program("fork_server_of_tests" if is_server else module, *given, **options)
 
 
 @pytest.fixture(scope="session")
 def shared_pools(fork_server: mpgrad.Pool) -> Iterator[Callable[[str, int], mpgrad.Pool]]:
-    """Pools by engine and number of workers, each made once."""
+    """Return a function that finds a pool by engine and number of workers. Each pool is made
+    once."""
     with contextlib.ExitStack() as stack:
         made: dict[tuple[str, int], mpgrad.Pool] = {}
 
@@ -85,46 +97,49 @@ def shared_pools(fork_server: mpgrad.Pool) -> Iterator[Callable[[str, int], mpgr
         yield get
 
 
-ENGINES = [("process", 4), ("thread", 2), ("inline", 1)]  # two processes are `pool2`'s
+ENGINES = [("process", 2), ("thread", 2), ("inline", 1)]
+MORE_WORKERS = pytest.param(("process", 4), marks=pytest.mark.slow)
 
 
-@pytest.fixture(params=ENGINES, ids=[f"{engine}-{processes}" for engine, processes in ENGINES])
+@pytest.fixture(
+    params=[*ENGINES, MORE_WORKERS], ids=["process-2", "thread-2", "inline-1", "process-4"]
+)
 def pool(
     request: pytest.FixtureRequest, shared_pools: Callable[[str, int], mpgrad.Pool]
 ) -> mpgrad.Pool:
-    """A warm pool of each engine, shared by the whole session; for tests that do not hurt it."""
+    """A warm pool of each engine, shared by the whole session, for tests that do not hurt it."""
     return shared_pools(*request.param)
 
 
 @pytest.fixture
 def pool2(shared_pools: Callable[[str, int], mpgrad.Pool]) -> mpgrad.Pool:
-    """A warm pool of two processes, for what does not depend on the engine."""
+    """A warm pool of two processes, for tests that do not depend on the engine."""
     return shared_pools("process", 2)
 
 
 @pytest.fixture
 def fresh_pool(fork_server: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
-    """A pool of two processes of the test's own, to be hurt."""
+    """The test's own pool of two processes, which it may hurt."""
     with mpgrad.Pool(processes=2) as pool:
         yield pool
 
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind(shared_pools: Callable[[str, int], mpgrad.Pool]) -> Iterator[None]:
-    """No process, thread, descriptor or name in /dev/shm more than before."""
+    """Check that a test leaves no process, thread, descriptor or name in /dev/shm behind."""
     gc.collect()
-    # what is still there stays: no collection of this test, or of a later one, need walk through it
-    # (80 ms each)
+    # Objects that still exist stay. So no collection of this test, or of a later one, has to walk
+    # through them (80 ms each).
     gc.freeze()
     before = footprint()
     yield
-    ForkServerLauncher.end_unused()  # they stay for a while
+    ForkServerLauncher.end_unused()  # fork servers stay for a while
     deadline = time.monotonic() + PATIENCE
     left = leftovers(before)
     while left and time.monotonic() < deadline:
         gc.collect()
         time.sleep(0.02)
-        ForkServerLauncher.end_unused()  # of pools that have just ended
+        ForkServerLauncher.end_unused()  # those of pools that have just ended
         left = leftovers(before)
     assert not left, f"left behind: {left}"
 
@@ -133,7 +148,7 @@ def footprint() -> dict[str, set[str]]:
     return {
         "processes": set(
             map(str, psutil.pids())
-        ),  # of all, as it takes long to look whose children they are
+        ),  # all of them, because finding their parents takes long
         "threads": {f"{thread.ident} {thread.name}" for thread in threading.enumerate()},
         "descriptors": set(numbers_of_files()),
         "shared memory": set(names_of_shared_memory()),
@@ -141,14 +156,14 @@ def footprint() -> dict[str, set[str]]:
 
 
 def names_of_shared_memory() -> Iterator[str]:
-    """Names; but not those of other programs, nor multiprocessing's semaphores, which come and go
-    with any of them."""
+    """Yield the names, except those of other programs and of multiprocessing's semaphores, which
+    any program may make or remove."""
     if Path("/dev/shm").exists():
         yield from (name for name in os.listdir("/dev/shm") if name.startswith(OWN_NAMES))
 
 
 def children_among(pids: set[str]) -> Iterator[str]:
-    """Those of the processes that descend from this one."""
+    """Yield the processes that descend from this one."""
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(int(pid))
@@ -159,7 +174,7 @@ def children_among(pids: set[str]) -> Iterator[str]:
 
 
 def numbers_of_files() -> Iterator[str]:
-    """Descriptors, each with the numbers of its file, which take less time to ask for than its
+    """Yield the descriptors, each with the numbers of its file, which are faster to get than its
     name."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -168,8 +183,8 @@ def numbers_of_files() -> Iterator[str]:
 
 
 def files_among(descriptors: set[str]) -> Iterator[str]:
-    """Those that are not shared memory: warm pools may keep more of it than when the test began;
-    its own tests look at that."""
+    """Return the descriptors that are not shared memory. Warm pools may keep more of it than when
+    the test began; other tests check that."""
     names = {each.partition(" ")[0] for each in descriptors}
     return (
         f"{name} {target}"
@@ -185,8 +200,8 @@ def open_descriptors() -> Iterator[tuple[str, str]]:
 
 
 def is_shared_memory(target: str) -> bool:
-    """Whether a descriptor is one of a slab's: an anonymous memory file, or one whose name has been
-    removed."""
+    """Return whether a descriptor belongs to a slab, that is, to an anonymous memory file or one
+    whose name was removed."""
     return target.startswith(("/memfd:mpgrad", "/dev/shm/mpgrad-"))
 
 
@@ -206,23 +221,86 @@ def leftovers(before: dict[str, set[str]]) -> dict[str, set[str]]:
 # --- which tests run where
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What has joined a cluster of Ray must not fork any more, as the standard library's executors
-    do: its children die."""
-    items.sort(key=lambda item: "ray_cluster" in getattr(item, "fixturenames", ()))
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Run files that have tests with a Ray cluster last, and mark slow variants.
+
+    A process that has joined a cluster must not fork, as `context="fork"` and the standard
+    library's executors do, because its children would die.
+    """
+    on_ray = {item.path for item in items if uses_ray(item)}
+    items.sort(key=lambda item: (item.path in on_ray, uses_ray(item)))
+    firsts: dict[tuple[object, str], list[int]] = {}
+    for item in items:
+        if is_variant(item, firsts):
+            item.add_marker(pytest.mark.slow)
+    if config.option.markexpr == "quick":  # and not the slow variants of quick tests
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+
+
+def pytest_collection_finish() -> None:
+    """Test modules no longer lead to pytest's session, by way of the loader that rewrites their
+    asserts: what looks through the user's modules would look through 200,000 objects, in each
+    process."""
+    for module in list(sys.modules.values()):
+        spec = getattr(module, "__spec__", None)
+        if spec is not None and isinstance(spec.loader, AssertionRewritingHook):
+            spec.loader = module.__loader__ = SourceFileLoader(spec.name, str(spec.origin))
+
+
+def uses_ray(item: pytest.Item) -> bool:
+    return "ray_cluster" in getattr(item, "fixturenames", ())
+
+
+def is_variant(item: pytest.Item, firsts: dict[tuple[object, str], list[int]]) -> bool:
+    """Whether this is a test of `pool`, with further parameters, that runs with processes, too.
+
+    Whenever tests run, the first of these parameters are tried with each engine, and the others
+    with processes.
+    """
+    spec = getattr(item, "callspec", None)
+    if spec is None or spec.params.get("pool") not in ENGINES:
+        return False
+    others = [id(value) for name, value in spec.params.items() if name != "pool"]
+    name = getattr(item, "originalname", item.name)
+    return firsts.setdefault((item.parent, name), others) != others and (
+        spec.params["pool"] != ENGINES[0]
+    )
 
 
 def first_are_quick(count: int, params: Sequence[Any]) -> list[Any]:
-    """For parameters of which all are tried before a change lands, and the first ones whenever
-    tests run: the rest is slow."""
+    """Mark all parameters except the first ones as slow. The first ones are tried whenever tests
+    run, and all of them before a change lands."""
     return [
         *params[:count],
         *(pytest.param(each, marks=pytest.mark.slow) for each in params[count:]),
     ]
 
 
+def in_turn(first: Iterable[Any], second: Iterable[Any], always: int = 0) -> list[Any]:
+    """For two parameters, of which all pairs are tried before a change lands: most are slow.
+
+    Whenever tests run, each value of the first goes with so many of the second that are `always`
+    tried, and with one of the others, in turn.
+    """
+    others = list(second)
+    return [
+        pytest.param(
+            one,
+            other,
+            marks=()
+            if place < always or place - always == number % (len(others) - always)
+            else pytest.mark.slow,
+        )
+        for number, one in enumerate(first)
+        for place, other in enumerate(others)
+    ]
+
+
 def linux_only(mechanism: str) -> pytest.MarkDecorator:
-    """The test is about something that the portable branches do without."""
+    """Skip a test of a mechanism that the portable branches do not have."""
     return pytest.mark.skipif(PORTABLE, reason=f"about {mechanism}, which only Linux has")
 
 
@@ -231,11 +309,11 @@ def linux_only(mechanism: str) -> pytest.MarkDecorator:
 
 @contextlib.contextmanager
 def every_loss_gets(gradient: float | None, is_confirmed: bool = True) -> Iterator[None]:
-    """With `graphs="auto"` this is predicted for all losses, from the first map on; None: nothing
-    is.
+    """Predict this gradient for all losses with `graphs="auto"`, from the first map on. None
+    predicts nothing.
 
-    So backwards are eager wherever they may be. Graphs go with them, unless the prediction is not
-    confirmed.
+    So all backwards that may be eager are eager. They also drop their graphs, unless the prediction
+    is not confirmed.
     """
     predicted = None if gradient is None else Prediction(gradient, is_confirmed)
     with pytest.MonkeyPatch.context() as patch:
@@ -247,18 +325,18 @@ def every_loss_gets(gradient: float | None, is_confirmed: bool = True) -> Iterat
 
 
 def passes_with(plugin: Path, *names: str) -> None:
-    """Each `test_{name}.py` passes with this plug-in of pytest, without what is slow or of engines
-    in the caller's process.
+    """Check that each `test_{name}.py` passes with this pytest plug-in. Slow tests, and tests of
+    engines in the caller's process, are left out.
 
-    In one process, because its warm pools take longer to start than most tests.
+    All run in one process, because its warm pools take longer to start than most tests.
     """
-    faulthandler.cancel_dump_traceback_later()  # each of those tests has a limit of its own
+    faulthandler.cancel_dump_traceback_later()  # each of those tests has its own limit
     files = [str(file) for name in names for file in Path(__file__).parent.rglob(f"test_{name}.py")]
     assert len(files) == len(names)
     only = ["-k", "not thread and not inline", "-m", "not slow"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", plugin.stem, *only, *files]
     path = os.pathsep.join([str(plugin.parent), os.environ.get("PYTHONPATH", "")])
-    # from its folder, so that an installed mpgrad is found, and not the sources
+    # runs in the plug-in's folder, so that an installed mpgrad is found instead of the sources
     ended = subprocess.run(
         command,
         capture_output=True,
@@ -269,10 +347,26 @@ def passes_with(plugin: Path, *names: str) -> None:
     assert ended.returncode == 0, ended.stdout[-6000:]
 
 
+def said_by(code: str, **environment: str) -> str:
+    """What a program of ours prints, without a warning."""
+    command = [
+        sys.executable,
+        "-W",
+        "error",
+        "-c",
+        "import os, resource, sys, time, psutil, torch, mpgrad\n" + code,
+    ]
+    env = {**os.environ, **environment}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, env=env)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def quick_figures(
     script: Path, folder: Path, *arguments: str, within: float = 58
 ) -> tuple[list[dict[str, Any]], str]:
-    """What a quick run of a benchmark, without a warning, writes into its file and prints."""
+    """Return the figures that a quick run of a benchmark writes into its file, and what it prints.
+    It must not warn."""
     file = folder / "figures.json"
     command = [
         sys.executable,
@@ -291,10 +385,10 @@ def quick_figures(
 
 
 def written_in(clone: Path) -> set[str]:
-    """New files and folders, also ignored ones.
+    """Return new files and folders, including ignored ones.
 
-    Ignored folders belong to tools: caches, environments, the site. What is tracked may be edited
-    while tests run.
+    Ignored folders are left out, because they belong to tools: caches, environments, the site.
+    Tracked files may be edited while tests run.
     """
     command = ["git", "status", "--porcelain", "--ignored"]
     said = subprocess.run(command, cwd=clone, capture_output=True, text=True, check=True).stdout
@@ -307,7 +401,8 @@ def written_in(clone: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def leaves_the_clone_clean() -> Iterator[None]:
-    """The module's tests run programs of this repository, which write nothing there."""
+    """Check that the programs of this repository that the module's tests run write nothing
+    there."""
     clone = Path(__file__).parents[1]
     is_clone = (clone / ".git").exists()
     before = written_in(clone) if is_clone else set()
@@ -317,7 +412,7 @@ def leaves_the_clone_clean() -> Iterator[None]:
 
 @pytest.fixture
 def script(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The module's `SCRIPT`, which may import others from its folder."""
+    """Import the module's `SCRIPT`, which may import others from its folder."""
     path: Path = request.module.SCRIPT
     monkeypatch.syspath_prepend(str(path.parent))
     return importlib.import_module(path.stem)
@@ -327,9 +422,11 @@ def script(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
 
 
 def staffed(pool: mpgrad.Pool) -> mpgrad.Pool:
-    """All its workers have started: one alone may do all calls before the others have.
+    """Wait until all workers have started. A single worker may run all calls before the others have
+    started.
 
-    The calls sleep, as they must not take the CPU from workers that import torch while they start.
+    The calls sleep, so that they do not take the CPU from workers that import torch while they
+    start.
     """
     while len(pool.stats().workers) < pool.processes:
         pool.map(time.sleep, [0.01] * (2 * pool.processes), 1)
@@ -345,7 +442,7 @@ def gone(pids: list[int], within: float) -> bool:
 
 def alive(pid: int) -> bool:
     try:
-        # who should reap an orphan is not our affair
+        # reaping an orphan is not this program's task
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
@@ -353,7 +450,7 @@ def alive(pid: int) -> bool:
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """SIGINT raises KeyboardInterrupt: a shell has it ignored by what it runs in the background."""
+    """Make SIGINT raise KeyboardInterrupt. A shell makes background programs ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

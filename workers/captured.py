@@ -1,13 +1,14 @@
-"""Writes of tasks to containers that their function captures: they change a copy, and are lost.
-Worker's side.
+"""A worker warns if a task writes to a captured container, because the write goes to a copy and is
+lost. Worker's side.
 
-PyTorch counts writes to tensors, but Python does not count those to lists, dicts, sets and
-attributes. What a container refers to can be read in C, as `ContentRecord` does. So the containers
-of a function are compared after each chunk, until one has changed. Most functions have none.
+PyTorch counts writes to tensors, but Python does not count writes to lists, dicts, sets and
+attributes. The objects that a container refers to can be read in C, as `ContentRecord` does. So the
+containers of a function are compared after each chunk, until one has changed. Most functions have
+none.
 
-What code changes for itself is left alone: containers of libraries, what an initializer has set,
-attributes that are filled when they are first needed, and names that begin with an underscore or
-contain "cache" or "memo".
+Containers that code changes for its own use are ignored: containers of libraries, values that an
+initializer has set, attributes that are filled when they are first needed, and names that begin
+with an underscore or contain "cache" or "memo".
 Assumes: one operation at a time uses a container.
 """
 
@@ -30,7 +31,7 @@ from mpgrad.workers.console import TaskWarnings
 
 __all__ = ["CapturedContainers"]
 
-MOST_WATCHED = 1000  # parts of containers; more would cost each chunk 10 µs
+MOST_WATCHED = 1000  # parts of containers; more would cost more than 10 µs a chunk
 CONTAINERS = {
     *(list, dict, set, collections.deque, collections.OrderedDict, collections.defaultdict),
     *(collections.Counter,),
@@ -44,7 +45,7 @@ OURS = "mpgrad.tasks.", "mpgrad.torch_state.modes.", "mpgrad.joblib."
 
 
 class Place(NamedTuple):
-    """Where the caller's code finds a container, or an object with attributes."""
+    """A captured container, or the attributes of an object, with the name that leads there."""
 
     name: str
     contents: Any
@@ -55,7 +56,7 @@ class CapturedContainers:
     """The containers that one function captures."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        # The first function of the user's, where the caller is warned.
+        # the user's first function; the warning names its place
         self._code: types.FunctionType | None = None
         self._name = type(function).__qualname__
         self._places: list[Place] = []
@@ -64,12 +65,12 @@ class CapturedContainers:
         self._note()
 
     def _note(self) -> None:
-        # kept alive, so that no other object gets an address of these
+        # these are kept alive, so that no other object gets an address of one
         self._parts = gc.get_referents(*self._contents)
         self._before = [copied(each) for each in self._contents]
 
     def warn_of_writes(self, task_warnings: TaskWarnings) -> None:
-        """Have the caller warned of the first container that has changed, and look no more."""
+        """Warn the caller of the first container that has changed. Then stop comparing."""
         if not self._contents:
             return
         if are_same_objects(gc.get_referents(*self._contents), self._parts):
@@ -87,8 +88,8 @@ class CapturedContainers:
         kind = "attributes" if what.is_object else f"a {type(what.contents).__name__}"
         task_warnings.add(
             f"{self._name} changed {what.name} ({kind}), but only the worker's copy, which is "
-            "lost; return the value and store it in the caller, or let the initializer make what "
-            "each worker is to keep",
+            "lost; return the value and store it in the caller, or let the initializer make "
+            "objects that each worker keeps",
             self._code,
         )
 
@@ -124,7 +125,7 @@ class CapturedContainers:
 
 
 def inside(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what the search goes on with, with names."""
+    """Yield the named parts of a value that are searched next."""
     kind = type(value)
     joint = f"{name}." if name else ""
     if kind is types.FunctionType:
@@ -181,7 +182,7 @@ def is_lost(place: Place, before: Any) -> bool:
 
 
 def differ(one: Any, other: Any) -> bool:
-    """Whether two values differ. Equal numbers and texts may be new objects, because objects that
-    are one of a kind get their attributes again with an item."""
+    """Whether two values differ. Equal numbers and strings may be new objects, because objects that
+    are one of a kind get their attributes again with each item."""
     is_plain = type(one) is type(other) and type(one) in SCALARS
     return one is not other and not (is_plain and one == other)

@@ -1,5 +1,5 @@
-"""Sends the prints, log records and warnings of tasks to the caller, and a crash traceback if the
-worker dies. Worker's side.
+"""A worker sends the prints, log records and warnings of tasks to the caller, and a crash traceback
+if it dies. Worker's side.
 
 A worker process inherits its parent's descriptors, so C code prints to the same place as in the
 parent. But `sys.stdout` is not a descriptor in a notebook, in a test runner or under
@@ -9,18 +9,18 @@ the caller's filters ignore them or make them errors. In that case the filters a
 
     print, logging ──► OutputStream, LogHandler ──► Outlet ──► PrintedText, LoggedRecord
     warnings ──► TaskWarnings ──► the answer
-    faulthandler ──► a pipe, whose other end the parent has
+    faulthandler ──► a pipe to the parent
 faulthandler writes the Python stack from a signal handler, in C. This works even if the worker is
 stuck in C and holds the interpreter lock, or if its memory is corrupt. Fatal signals (SIGSEGV,
 SIGFPE, SIGABRT, SIGBUS, SIGILL) still end the worker. The parent sends `TRACEBACK_SIGNAL` to a
 worker whose call takes too long. The worker writes its stack, and then the signal ends the process
 by default. So the death of the process shows that the stack is complete.
 
-Guarantees: what a task has printed or logged arrives before its result. Text that it printed before
-    it crashed also arrives. Any thread, signal handler or finalizer may print or log at any moment:
-    nothing is lost, and nothing is sent twice. If a handler raises while something is being sent,
-    the frames that are waiting may be lost, each as a whole.
-Assumes: one thread sends over the link. What other threads print waits for it.
+Guarantees: a task's text and log records arrive before its result. Text that it printed before it
+    crashed also arrives. Any thread, signal handler or finalizer may print or log at any moment:
+    nothing is lost, and nothing is sent twice. If a handler raises while a frame is being sent, the
+    frames that are waiting may be lost, each as a whole.
+Assumes: one thread sends over the link. Text that other threads print waits for it.
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ __all__ = [
 
 
 class Outlet:
-    """Gathers what is printed and logged in this process, and sends it."""
+    """Collects the text and log records of this process, and sends them."""
 
     def __init__(self, link: Link, log_levels: LogLevels) -> None:
         self._link = link
         self._pid = os.getpid()
         self._thread = threading.current_thread()
-        # taken to send, see `EarlyAnswers`
+        # held while sending, see `EarlyAnswers`
         self.turn = threading.RLock()
         self._waiting: deque[Message] = deque()
         self._is_sending = False
@@ -98,14 +98,14 @@ class Outlet:
             self._send()
 
     def flush(self) -> None:
-        """Send everything that waits, even unfinished lines. Only the sending thread calls this."""
+        """Send everything, even unfinished lines. Only the sending thread calls this."""
         for stream in self._streams:
             stream.flush()
         self._send()
 
     def _send(self) -> None:
-        # A signal handler or a finalizer has interrupted the loop below. The loop will also send
-        # what was added.
+        # A signal handler or a finalizer has interrupted the loop below, which will also send the
+        # new message.
         if self._is_sending:
             return
         try:
@@ -118,19 +118,19 @@ class Outlet:
 
     @property
     def is_ours(self) -> bool:
-        """Whether the link belongs to this process. In a fork that a task has made, it does not."""
+        """Whether the link belongs to this process. In a task's fork it does not."""
         return os.getpid() == self._pid
 
 
 class OutputStream(io.TextIOBase):
-    """Replaces `sys.stdout` or `sys.stderr`. It sends a line, or flushed text, at once."""
+    """Replaces `sys.stdout` or `sys.stderr`. It sends finished lines and flushed text at once."""
 
     def __init__(self, outlet: Outlet, name: str, original: TextIO) -> None:
         self._outlet = outlet
         self._name = name
         self.original = original
         self._pieces: deque[str] = deque()  # parts of a line
-        self._order = threading.RLock()  # what was written first is sent first
+        self._order = threading.RLock()  # keeps the texts in order
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -197,8 +197,8 @@ PLAIN = {type(None), bool, int, float, complex, str, bytes}
 
 
 def dumps_record(record: logging.LogRecord) -> bytes:
-    """Pickle a record. Attributes that cannot be pickled are left out. Unless its arguments are
-    plain, the text is formatted here."""
+    """Pickle a record without the attributes that cannot be pickled. If its arguments are not
+    plain, format the text here."""
     attributes = dict(vars(record))
     values = record.args.values() if isinstance(record.args, Mapping) else record.args or ()
     if type(record.msg) is not str or any(type(each) not in PLAIN for each in values):
@@ -215,7 +215,7 @@ def pickled_attributes(attributes: dict[str, Any]) -> bytes:
     """Pickle the attributes that can be pickled."""
     try:
         return dumps(attributes, ExceptionPickler)
-    except Exception:  # raised by any object among them
+    except Exception:  # an object among them may raise anything
         return dumps(
             {name: each for name, each in attributes.items() if can_be_carried(each)},
             ExceptionPickler,
@@ -234,7 +234,7 @@ def can_be_carried(value: object) -> bool:
 
 
 class TaskWarnings:
-    """The warnings since the last answer, each once, in order."""
+    """The warnings since the last answer, in order and without repetitions."""
 
     def __init__(self, filters: TaskFilters) -> None:
         self.filters = filters
@@ -252,8 +252,8 @@ class TaskWarnings:
         return list(given)
 
     def add(self, text: str, function: types.FunctionType | None) -> None:
-        """Add a warning of mpgrad's own, at the function's first line. The caller's filters decide
-        about it."""
+        """Add one of mpgrad's own warnings, at the function's first line. The caller's filters
+        apply to it."""
         file, line, module = __file__, 0, None
         if function is not None:
             code, module = function.__code__, function.__module__
@@ -289,8 +289,8 @@ class TaskWarnings:
 
 
 def module_at(file: str, line: int) -> str | None:
-    """Return the name of the module whose code is running there. Python has compared it with the
-    filters, but does not tell it."""
+    """Return the name of the module whose code is running there. Python compares it with the
+    filters, but does not pass it on."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         if (frame.f_code.co_filename, frame.f_lineno) == (file, line):
@@ -310,7 +310,7 @@ MOST_IN_WORDS = 6  # values of each container
 
 
 def in_words(value: Any, depth: int = 2) -> str:
-    """Describe tensors by dtype and shape, other values by type. This runs no code of the user."""
+    """Describe tensors by dtype and shape, other values by type. This does not run user's code."""
     kind = type(value)
     if isinstance(value, torch.Tensor):
         return f"tensor {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
@@ -348,7 +348,7 @@ def given_in_words(args: Sequence[Any], kwargs: dict[str, Any]) -> str:
 def described(value: Any) -> str:
     try:
         return repr(value)
-    except Exception:  # it is the user's code, and this text is only for an error message
+    except Exception:  # user's code may raise, and this text is only for an error message
         return object.__repr__(value)
 
 
@@ -356,13 +356,14 @@ def described(value: Any) -> str:
 
 
 def register_crash_traceback(link: Link) -> None:
-    """Have this process leave its stack to the parent, or to its agent, which passes it on."""
+    """If this process crashes, send its stack to the parent, or to its agent, which passes it
+    on."""
     try:
         theirs, ours = os.pipe()
     except OSError:  # no descriptor is free; calls matter more
         return
     try:
-        # What does not fit is left out: the pipe is read only after the worker's death.
+        # text that does not fit is lost, because the pipe is read only after the worker's death
         os.set_blocking(ours, False)
         link.send([CrashTraceback()], (), [theirs])
     finally:
@@ -375,8 +376,8 @@ def register_crash_traceback(link: Link) -> None:
     end = [OwnedDescriptor(ours)]
 
     def leave() -> None:
-        """Close the pipe in a process that a task forks, and in the children of that process, once.
-        They must not report to it."""
+        """Close the pipe, once. Processes that a task forks, and their children, must not report to
+        it."""
         if end:
             faulthandler.disable()
             faulthandler.unregister(TRACEBACK_SIGNAL)

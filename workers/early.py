@@ -1,14 +1,14 @@
-"""`EarlyAnswers` sends what the finished calls of a chunk gave while a later call of the chunk runs
-for long. Worker's side.
+"""`EarlyAnswers` sends the results of finished calls while a later call of their chunk takes long.
+Worker's side.
 
 Short calls go to a worker together, and their results come back together, because a message costs
-more than such a call. But nobody knows beforehand how long a call takes. So while a call runs, a
-thread looks every few milliseconds whether results wait behind it, and sends them.
+more than such a call. But the duration of a call is not known in advance. So while a call runs, a
+thread checks every few milliseconds whether results are waiting, and sends them.
 
     the worker's thread   turn taken │ answer grows │ released: user's code │ taken │ answer sent
-    this thread                      └─────────── turn taken: what is there is sent ──┘
+    this thread                      └─────────── turn taken: finished results sent ──┘
 Guarantees: the two threads never touch the answer, the worker's memory or the link at the same
-    time. While a task forks, the thread does not exist. It is not one of `threading.enumerate()`.
+    time. While a task forks, the thread does not exist. `threading.enumerate()` does not list it.
 Assumes: user's code lets other threads run. While C code keeps the interpreter lock, results wait.
 """
 
@@ -25,32 +25,32 @@ from mpgrad.system import PROC
 
 __all__ = ["EarlyAnswers"]
 
-# seconds; what the caller takes for a long call, too (`LATE` in `scheduling.queue`)
+# seconds; the caller also considers such a call long (`LATE` in `scheduling.queue`)
 PATIENCE = 5e-3
-# the same if nobody wants a result before the others; each answer costs more than 0.1 ms of CPU
+# the same if results are needed only together; each answer costs more than 0.1 ms of CPU
 PATIENCE_TOGETHER = 50e-3
 
 
 class EarlyAnswers:
     """The thread, and the turn that it shares with the worker's own thread.
 
-    As a context manager it surrounds user's code: `with early: value = function(...)`.
+    It is a context manager for user's code: `with early: value = function(...)`.
     """
 
     def __init__(self, send: Callable[[], bool]) -> None:
-        """`send` sends what there is, and returns whether there was anything."""
+        """`send` sends the finished results, and returns whether there were any."""
         self._send = send
-        # A thread that prints within user's code takes it, too, perhaps in a finalizer.
+        # a thread that prints within user's code, perhaps in a finalizer, also takes the turn
         self.turn = threading.RLock()
-        # whether calls may begin this thread; never where the worker's thread is the caller's
+        # whether calls may start this thread; False if the worker's thread is the caller's
         self.is_on = False
         self.error: BaseException | None = None
-        self._patience = PATIENCE  # seconds between two looks
-        self._calls = 0  # begun with results before them that were not sent
-        self._is_asleep = True  # the thread, if there is one; a call wakes it
+        self._patience = PATIENCE  # seconds between two checks
+        self._calls = 0  # calls that began after results that were not sent
+        self._is_asleep = True  # whether the thread sleeps until a call wakes it
         self._bell = _thread.allocate_lock()
-        self._has_ended = _thread.allocate_lock()  # held by the newest thread while it lives
-        self._thread = 0  # its number for the system; 0 if there is none
+        self._has_ended = _thread.allocate_lock()  # the newest thread holds it while it lives
+        self._thread = 0  # the system's number of the thread; 0 if there is none
 
     def __enter__(self) -> None:
         self.turn.release()
@@ -59,14 +59,14 @@ class EarlyAnswers:
         self.turn.acquire()
 
     def note_call(self, together: bool = False) -> None:
-        """Note that a call begins, and that results of others wait; `together` says that nobody
-        wants one of them before the others."""
+        """Record that a call begins while results of other calls wait. If `together`, the results
+        are needed only together."""
         self._calls += 1
         patience = PATIENCE_TOGETHER if together else PATIENCE
         if (self._is_asleep or patience < self._patience) and self.is_on:
             self._is_asleep, self._patience = False, patience
             if self._thread:
-                # It may have been rung, and not heard yet.
+                # the bell may already be released, and the thread not yet awake
                 with contextlib.suppress(RuntimeError):
                     self._bell.release()
             else:
@@ -92,17 +92,17 @@ class EarlyAnswers:
             return
         self._thread = 0
         self._bell.acquire(blocking=False)
-        with contextlib.suppress(RuntimeError):  # another thread, which forks, has rung it
+        with contextlib.suppress(RuntimeError):  # another thread, which forks, has released it
             self._bell.release()
         ended.acquire()
         ended.release()
         self._is_asleep = True
-        # Python warns of a fork while the system still counts a second thread.
+        # Python warns of a fork while the system still lists a second thread.
         while (PROC / "self" / "task" / str(thread)).exists():
             time.sleep(0)
 
     def _run(self, begun: _thread.LockType, ended: _thread.LockType) -> None:
-        # Their handlers run in the worker's thread, and interrupt what it waits for.
+        # Signals must go to the worker's thread, which runs their handlers, and interrupt its wait.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         self._thread = thread = _thread.get_native_id()
         begun.release()
@@ -113,13 +113,13 @@ class EarlyAnswers:
                 if seen != self._calls:
                     seen = self._calls
                 elif self.turn.acquire(blocking=False):
-                    # The same call has run since the last look.
+                    # the same call has been running since the last check
                     try:
                         self._is_asleep = not self._send()
                     finally:
                         self.turn.release()
         except BaseException as error:
-            # The worker's thread raises it, unless the pipe has told it the same.
+            # The worker's thread raises it, unless the pipe has already raised it there.
             self.error = error
             self.is_on = False
         finally:

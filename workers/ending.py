@@ -1,16 +1,16 @@
-"""The end of a worker's process, which looks to tasks like the end of a Python process. Worker's
+"""A worker process ends in such a way that tasks see the usual end of a Python process. Worker's
 side.
 
     begin ──► initializer, tasks ──► Stop ──► end
     end: flush files ──► threads ──► exit handlers ──► finalizers ──► files ──► globals of tasks
-Taking the whole interpreter apart would cost each worker 0.1 s, and a fork would destroy objects of
+Finalizing the whole interpreter would cost each worker 0.1 s. A fork would also finalize objects of
 the process that it was forked from, whose files would then be written twice. So only objects that
-were made since `begin` are finalized: the garbage collector leaves the older ones out. Libraries
+were made after `begin` are finalized, because the garbage collector skips the older ones. Libraries
 that tasks have imported stay, but their open files are flushed, and their objects with a `__del__`
 are finalized.
 
-The caller kills a worker that takes too long. Then only what the remaining steps would have written
-is lost, because files are flushed first.
+The caller kills a worker that takes too long. Files are flushed first, so only the output of the
+remaining steps is lost.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ CODE = types.ModuleType, types.FunctionType, type
 
 
 def forget_exit_handlers() -> None:
-    """Forget handlers and finalizers that were made before the fork: they belong to the parent."""
+    """Forget handlers and finalizers from before the fork, because they belong to the parent."""
     atexit._clear()
     del logging._handlerList[:]  # type: ignore[attr-defined]
     for info in weakref.finalize._registry.values():  # type: ignore[attr-defined]
         info.atexit = False
-    # Modules register these once, which may have been before the fork.
+    # modules register these only once, perhaps before the fork
     atexit.register(logging.shutdown)
     atexit.register(weakref.finalize._exitfunc)  # type: ignore[attr-defined]
     weakref.finalize._registered_with_atexit = True  # type: ignore[attr-defined]
@@ -62,7 +62,7 @@ def forget_exit_handlers() -> None:
 
 
 def begin() -> None:
-    """Note that all objects from now on are those of tasks."""
+    """Treat all objects that are made from now on as objects of tasks."""
     gc.freeze()
 
 
@@ -74,10 +74,10 @@ def leave_children() -> None:
 
 
 def end(status: int, waits: bool) -> NoReturn:
-    """Do what Python does at its end, for all that tasks have made, and end the process.
+    """Do the steps of Python's end for all objects of tasks, and end the process.
 
-    The exit handlers end daemonic children, and wait for the others. With `waits`, it also waits
-    for threads.
+    The exit handlers end daemonic children, and wait for the others. If `waits`, also wait for
+    threads.
     """
     # warnings can no longer be sent to the caller
     warnings.simplefilter("ignore")
@@ -86,7 +86,7 @@ def end(status: int, waits: bool) -> NoReturn:
         places = own_globals(objects)
         due = with_an_end(objects)
         del objects
-        gc.freeze()  # the next look finds only what is made from now on
+        gc.freeze()  # the next search finds only objects that are made from now on
         write_files(due, at_last=False)
         if waits:
             reported(threading._shutdown)  # type: ignore[attr-defined]
@@ -120,13 +120,13 @@ def own_globals(objects: list[Any]) -> list[dict[str, Any]]:
             or is_of_libraries(each.get("__name__"))  # this package, if it runs in a clone
         )
     }
-    # others are the caller's, if this process is its fork
+    # if this process is a fork of the caller, other globals are the caller's
     made = [each for each in objects if type(each) is dict and id(each) in places]
     return [*INITIALIZED.values(), *made]
 
 
 def clear(places: list[dict[str, Any]]) -> None:
-    """Drop globals, for objects that finalize themselves outside Python. Functions, classes and
+    """Drop globals, because some objects are finalized outside Python. Functions, classes and
     modules stay, because finalizers use them."""
     for place in places:
         for name in reversed(list(place)):
@@ -135,8 +135,7 @@ def clear(places: list[dict[str, Any]]) -> None:
 
 
 def with_an_end(objects: list[Any]) -> list[Any]:
-    """Return the objects that have something to do at the end: files, generators, and those that
-    have a `__del__`."""
+    """Return the objects that need finalizing: files, generators, and objects with a `__del__`."""
     wanted = {
         kind
         for kind in set(map(type, objects))
@@ -146,9 +145,10 @@ def with_an_end(objects: list[Any]) -> list[Any]:
 
 
 def finalize(due: list[Any]) -> list[Any]:
-    """Run the finalizers of objects that have a `__del__`, and of generators.
+    """Finalize objects with a `__del__`, and generators.
 
-    Return these objects, which must stay until the end. Otherwise Python would finalize them again.
+    Return the objects with a `__del__`, which must stay until the end. Otherwise Python would
+    finalize them again.
     """
     finalizers = {kind: finalizer_of(kind) for kind in set(map(type, due))}
     finalized = [
@@ -171,7 +171,7 @@ def finalizer_of(kind: type) -> Any:
 def write_files(due: list[Any], at_last: bool) -> None:
     """Write the buffers of open files, those of outer files first.
 
-    `at_last` close the files that write an end, such as compressed ones.
+    If `at_last`, close the files that write an end, such as compressed ones.
     """
     kinds = {kind for kind in set(map(type, due)) if issubclass(kind, ANY_FILE)}
     texts = {kind for kind in kinds if issubclass(kind, io.TextIOWrapper)}
@@ -194,7 +194,7 @@ def is_from(package: str, kind: type) -> bool:
 
 
 def reported(call: Callable[[], object]) -> None:
-    """Call it. Report an exception as Python does at its end, and go on."""
+    """Run the call. Report an exception as Python does at its end, and continue."""
     try:
         call()
     except BaseException:

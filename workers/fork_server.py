@@ -1,19 +1,19 @@
-"""The fork server: a process that imports torch once, and then forks each worker on request in
+"""The fork server is a process that imports torch once, and then forks each worker on request in
 milliseconds. Worker's side.
 
 multiprocessing's fork server does the same. But it imports the parent's main module, so every
-script needs a guard. It listens on a named socket, and is shared with all other code that uses it.
-This fork server has a single pipe, to the parent, and ends with it. It ends by itself if it has had
-no worker for a while.
+script needs a guard. It listens on a named socket, and all code in a process shares it. This fork
+server has a single pipe, to the parent, and ends with the parent. It also ends if it has had no
+worker for a while.
 
     parent ► fork server    ("fork", name, (number, changes)) with the worker's ends of two socket
-                            pairs; through the second one it may request a resource tracker ("kill",
-                            name, signal)
+                            pairs; the worker may request a resource tracker through the second one
+                            ("kill", name, signal)
     fork server ► parent    (name, exit code, 0) once for each worker
                             (name, None, errno) if the system refuses to start it
 A worker's number is unique in its pool, and its name among all pools that share the fork server.
 The changes are the state that the worker takes over. The parent's state may have changed since it
-started the fork server, and the fork server's own may differ from it.
+started the fork server, and the fork server's own state may differ from it.
 """
 
 from __future__ import annotations
@@ -39,16 +39,15 @@ MESSAGE_BYTES = 1 << 18  # more than any order needs
 
 
 def main(descriptor: int, patience: float) -> None:
-    """Serve until the parent is gone or closes its end, or until there has been no worker for
+    """Serve until the parent dies or closes its end, or until there has been no worker for
     `patience` seconds. `descriptor` is this end of the pipe to the parent."""
     parent = os.pidfd_open(os.getppid())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # the process that started this one may have blocked the signal
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
-    # Imported objects stay. Searching them for garbage again and again would take a fifth of the
-    # start.
+    # Imported objects stay. Repeated searches of them for garbage would take a fifth of the start.
     gc.disable()
-    # Imported once for all workers. With torch, this is most of the time of a start.
+    # This is imported once for all workers. With torch, it is most of the time of a start.
     import mpgrad.workers.main  # noqa: F401
     from mpgrad.torch_state.modes import load_generators
 
@@ -65,11 +64,11 @@ def main(descriptor: int, patience: float) -> None:
     gc.enable()
     fork_server = ForkServer(socket.socket(fileno=descriptor), parent)
     fork_server.run(patience)
-    os._exit(0)  # there is nothing to tidy up, and the workers end when this process does
+    os._exit(0)  # nothing needs a cleanup, and the workers end with this process
 
 
 class ForkServer:
-    """Forks workers on the parent's orders, and reports the end of each, once."""
+    """Forks workers when the parent orders it, and reports the end of each worker once."""
 
     def __init__(self, control: socket.socket, parent: int) -> None:
         self._control = control
@@ -121,7 +120,7 @@ class ForkServer:
             else:
                 for each in ends:
                     os.close(each)
-                self._report(name, None, errno.EMFILE)  # no descriptor was free to receive an end
+                self._report(name, None, errno.EMFILE)  # an end could not be received
         else:
             for pid, child in self._children.items():
                 if child == name:
@@ -167,6 +166,6 @@ class ForkServer:
             self._report(self._children.pop(pid), os.waitstatus_to_exitcode(status))
 
     def _report(self, name: int, code: int | None, refusal: int = 0) -> None:
-        # the parent is gone, as the next read will show
+        # a dead parent is detected by the next read
         with contextlib.suppress(ConnectionError):
             self._control.send(pickle.dumps((name, code, refusal)), NO_SIGNAL)

@@ -1,8 +1,7 @@
-"""The functions that a worker has. They are loaded from bytes and captures, and kept until the
-caller forgets them. This module also holds the sums of captures' gradients, and finds stray leaves.
-Worker's side.
+"""A worker loads functions from bytes and captures, and keeps them until the caller forgets them.
+This module also stores the sums of captures' gradients, and finds stray leaves. Worker's side.
 
-    Define ──► FunctionTable: FunctionPickle, which operations share; Function, of one
+    Define ──► FunctionTable: FunctionPickle, for several operations; Function, for one
     backwards ──► CaptureSums: captures' gradients, added up until the caller collects them
     a result ──► StrayLeaves: leaves that only this process has, to which its graph leads
 A sum of gradients is one tensor for many calls of this worker.
@@ -10,19 +9,19 @@ A sum of gradients is one tensor for many calls of this worker.
 Stray leaves are leaves that a result depends on, and that are neither inputs nor captures. Their
 gradients would be lost.
 
-A worker has leaves of its own. Some are kept by the modules of an installed package. Others were
-made when an object was loaded, because its own pickling uses arrays, a state dict or torch.save. In
-the loop, a backward would reach the caller's leaf. Here it would end at a leaf that nobody reads.
-So the worker reports which results lead there, and the caller's backward of them raises.
+A worker has leaves of its own. Modules of an installed package keep some. Others were made when an
+object was loaded, because its own pickling uses arrays, a state dict or torch.save. In the loop, a
+backward would reach the caller's leaf. Here it would end at a leaf whose gradient is never read. So
+the worker reports which results lead there, and the caller's backward of these results raises.
 
-    loaded by code of an object's own ──► copied: leaves in it, but for what came as tensors ──╮
+    an object is loaded by its own code ──► copied: its leaves that were not sent as tensors ──╮
     the function has run ──► leaves behind its results ──► copied, or kept by a module? ◄──────╯
                                                                └──► `Result.strays` ──► the caller
-Guarantees: no backward is needed to find stray leaves. A leaf that a call made for itself is not a
-    stray leaf, nor is one that the initializer made.
-Assumes: a function that reaches a package has the package's name in its pickle, or is given an
-    object that was pickled. Packages add no methods of their own to PyTorch's classes. The inside
-    of a reentrant checkpoint cannot be searched.
+Guarantees: no backward is needed to find stray leaves. Leaves that a call makes for itself, and
+    leaves that the initializer made, are not stray.
+Assumes: if a function reaches a package, its pickle contains the package's name, or one of its
+    arguments was pickled. Packages do not add methods to PyTorch's classes. The inside of a
+    reentrant checkpoint cannot be searched.
 """
 
 from __future__ import annotations
@@ -95,13 +94,12 @@ GARBAGE_BYTES = 64 << 20
 
 
 class LoadedFunction(NamedTuple):
-    """A function that an operation had. The next operation with the same pickle may use it
-    again."""
+    """A loaded function. The next operation with the same pickle may reuse it."""
 
     target: Any
     modules: Namespaces
-    script: Mapping[str, Any]  # of `modules`, as it was when the function was loaded
-    fingerprint: FunctionFingerprint  # as it was when the function was loaded
+    script: Mapping[str, Any]  # the script of `modules` when the function was loaded
+    fingerprint: FunctionFingerprint  # the fingerprint when the function was loaded
 
 
 class FunctionPickle:
@@ -111,15 +109,15 @@ class FunctionPickle:
 
     def __init__(self, pickled: bytes) -> None:
         self.pickled = pickled
-        self.operations = 0  # operations that had it
-        self.is_cut_short = False  # eager backwards ran for a part of a call's items, in vain
-        self._kept: LoadedFunction | None = None  # no operation uses it now
+        self.operations = 0  # how many operations have had it
+        self.is_cut_short = False  # whether eager backwards of only some items of a call were lost
+        self._kept: LoadedFunction | None = None  # a function that no operation uses now
         self._under_way: list[LoadedFunction] = []
 
     def load(
         self, captures: Sequence[torch.Tensor], state: ModulesState | None
     ) -> tuple[Any, Namespaces, Streams]:
-        """Do as `loads_with_state`, but do not load again what no call has changed."""
+        """Load as `loads_with_state` does, but reuse a function that no call has changed."""
         self.operations += 1
         if captures or state is not None:
             return loads_with_state(self.pickled, captures, state)
@@ -142,7 +140,7 @@ class FunctionPickle:
         return target, modules, streams
 
     def begins_again(self, target: Any) -> bool:
-        """Whether the function is as it was when it was loaded. Then another operation may have
+        """Whether the function is unchanged since it was loaded, so that another operation may use
         it."""
         for each in self._under_way:
             if each.target is target:
@@ -165,27 +163,27 @@ class FunctionPickle:
 
 
 class Function(NamedTuple):
-    """A function as it is during one operation."""
+    """A function during one operation."""
 
     code: FunctionPickle
     target: Callable[..., Any]
     captures: list[torch.Tensor]
     modules: Namespaces  # the user's own modules, as the function sees them
     edges: list[Edge]  # of the captures that need gradients
-    versions: list[int]  # of the captures before any call
-    gathers: bool  # the tensors of its calls are moved to the worker's device
+    versions: list[int]  # of the captures, before any call
+    gathers: bool  # whether the tensors of its calls are moved to the worker's device
     # the caller's devices of the captures that need gradients, in a pool with devices
     caller_devices: Sequence[int] | None
     search: CaptureSearch
     # of captures' gradients, by backward and levels; the backward is None for eager ones
     sums: defaultdict[tuple[int | None, tuple[Level, ...]], CaptureSums]
-    streams: Streams  # for the generators that it captures
+    streams: Streams  # of the generators that it captures
     strays: StrayLeaves
     containers: CapturedContainers
 
     def running(self) -> contextlib.AbstractContextManager[object]:
         """Return the context in which the function and its backward run. It sets the caller's
-        hooks, and the user's modules as the caller has them."""
+        hooks, and the user's modules in the caller's version."""
         if not isinstance(self.target, GloballyHookedFunction):
             return self.modules
         stack = contextlib.ExitStack()
@@ -195,23 +193,23 @@ class Function(NamedTuple):
 
     @property
     def has_written(self) -> bool:
-        """Whether a call has written to a capture, or has given it a gradient."""
+        """Whether a call has written to a capture or set its gradient."""
         return [each._version for each in self.captures] != self.versions or any(
             edge.grad is not None for edge in self.edges if isinstance(edge, torch.Tensor)
         )
 
 
 class LoneFunction(NamedTuple):
-    """How a function was defined that lone calls share."""
+    """The definition of a function that single calls share."""
 
     message: Define
     code: FunctionPickle
-    is_fresh: bool  # no call has had it
+    is_fresh: bool  # whether no call has used it
 
 
 class FunctionTable(dict[int, Function | Failure]):
-    """The functions by number. If one could not be loaded, the table has the failure that each of
-    its calls gets."""
+    """The functions by number. If one could not be loaded, the table contains the failure that each
+    of its calls gets."""
 
     def __init__(self, memory: WorkerMemory, worker_device: WorkerDevice) -> None:
         self._memory = memory
@@ -252,7 +250,7 @@ class FunctionTable(dict[int, Function | Failure]):
 
     def _load(self, message: Define, code: FunctionPickle | None) -> None:
         try:
-            assert code is not None, "the pickle of a function did not come"
+            assert code is not None, "the pickle of a function did not arrive"
             self[message.function] = self._loaded(message, code)
         except BaseException as error:
             self[message.function] = failure(error, "loading the function")
@@ -261,8 +259,8 @@ class FunctionTable(dict[int, Function | Failure]):
         refs = self._worker_device.named(message.captures, message.gathers)
         captures: list[torch.Tensor] = []
         if refs:
-            # If this is the caller's thread, its mode must not apply: the captures are also used
-            # under other modes.
+            # This may be the caller's thread, whose mode must not apply, because the captures are
+            # also used in other modes.
             with torch.inference_mode(False):
                 tensors = self._memory.captures(message.slot, refs)
                 captures = [
@@ -306,7 +304,7 @@ class FunctionTable(dict[int, Function | Failure]):
             if isinstance(function := self.get(number), Function):
                 function.sums.pop((graph_task, levels), None)
         self._forgotten_bytes += message.nbytes
-        # a recursive function is a reference cycle, which would keep its captures for long
+        # a recursive function is a reference cycle, which would keep its captures for a long time
         if self._forgotten_bytes > GARBAGE_BYTES:
             self._forgotten_bytes = 0
             gc.collect()
@@ -334,12 +332,12 @@ def as_captured(tensor: torch.Tensor, flags: int) -> torch.Tensor:
 
 
 class CaptureSums:
-    """Capture gradients of one function in one backward, added up over a number of calls."""
+    """Gradients of a function's captures in one backward, added up over several calls."""
 
     def __init__(self) -> None:
         self.calls = 0
         self.sums: list[torch.Tensor | None] = []
-        # The first gradient may share memory with other tensors. A sum that was made here does not.
+        # The first gradient may share memory with other tensors. A sum made here does not.
         self._owned: list[bool] = []
 
     def add(self, grads: Sequence[torch.Tensor | None]) -> None:
@@ -363,7 +361,7 @@ class CaptureSums:
                 self._owned[k] = total.layout is torch.strided
 
 
-# --- strays
+# --- stray leaves
 
 
 SKIPPED = {
@@ -385,31 +383,30 @@ SKIPPED |= {
     types.ClassMethodDescriptorType,
 }
 Copies = Mapping[torch.Tensor, str]  # each copied leaf, and the class of its owner
-# names by which code can reach a module without naming it
+# names by which code can reach a module without the module's name
 WAYS_TO_MODULES = frozenset(
     {b"import_module", b"__import__", b"modules", b"getmodule", b"resolve_name", b"locate"}
 )
-# Modules whose names contain such a name. Every function of a script is made by the first one, and
-# the others are PyTorch's layers.
+# Modules whose names contain such a name. The first one makes all functions of a script, and the
+# other one contains PyTorch's layers.
 NO_WAYS = make_function.__module__.encode(), torch.nn.modules.__name__.encode()
 
 
 class StrayLeaves:
-    """Finds the stray leaves of one function's results. `copied` are leaves in the function that
-    its own pickling made, with their owners."""
+    """Finds the stray leaves of one function's results."""
 
     def __init__(self, pickles: Sequence[bytes], copied: Copies, again: bool) -> None:
-        """`pickles` are all parts of the function. `again` means that another operation had it
-        before."""
+        """`pickles` are all parts of the function. `copied` are leaves in the function that an
+        object's own pickling made. If `again`, an earlier operation had the function."""
         self._pickles = pickles
-        # a function that is new each time would be read each time, so less of it is read
+        # less is read of a new function, because functions may be new each time
         self._most_read = MOST_READ_AGAIN if again else MOST_READ
         self._copied = copied
         self._modules = 0  # the number of imported modules when `_leads_out` was computed
         self._leads_out = False
 
     def may_be_reached(self) -> bool:
-        """Whether results may depend on stray leaves, even if a call is given only tensors."""
+        """Whether results may depend on stray leaves, even if a call gets only tensors."""
         if self._modules != len(sys.modules):
             self._modules = len(sys.modules)
             self._leads_out = any(
@@ -421,8 +418,8 @@ class StrayLeaves:
     def behind(
         self, outputs: Sequence[torch.Tensor], known: Collection[int], copied: Copies
     ) -> dict[int, str]:
-        """Describe in words the stray leaf that an output depends on, or is itself, by number of
-        the output. `known` leaves are not stray."""
+        """Describe the stray leaf that an output depends on, or is itself, by number of the output.
+        `known` leaves are not stray."""
         nodes = held_leaves(outputs, known, (ENTRY_NODE,))
         given = {
             number: each
@@ -453,24 +450,21 @@ class StrayLeaves:
     def _words_of(self, leaf: torch.Tensor, copied: Copies) -> str:
         if owner := self._owner_of(leaf, copied):
             return (
-                f"{described(leaf)} that {owner} made as it was loaded in a worker, because its "
-                "own pickling does "
-                "not carry the tensor itself; have __getstate__ or __reduce__ give the tensor, or "
-                "pass it to the function "
-                "as an argument"
+                f"{described(leaf)} that {owner} made when it was loaded in a worker, because its "
+                "own pickling does not include the tensor itself; let __getstate__ or __reduce__ "
+                "return the tensor, or pass it to the function as an argument"
             )
         if place := PLACES.get(leaf):
             return (
                 f"{place.in_full(leaf)} ({described(leaf)}), which is the worker's own; pass it to "
-                "the "
-                "function as an argument, or call "
+                "the function as an argument, or call "
                 f"cloudpickle.register_pickle_by_value({place.package}), so that it "
-                "travels with the function"
+                "is sent with the function"
             )
         return ""
 
 
-@functools.lru_cache(maxsize=64)  # the same function is mapped again and again
+@functools.lru_cache(maxsize=64)  # the same function is mapped repeatedly
 def leads_to_modules(pickled: bytes) -> bool:
     of_others = pickled
     for module in NO_WAYS:
@@ -482,7 +476,7 @@ def described(leaf: torch.Tensor) -> str:
     return f"a {type(leaf).__name__.lower()} of shape {tuple(leaf.shape)}"
 
 
-# --- where leaves are
+# --- the places of leaves
 
 
 def copied_in(value: Any, pickled: bytes, known: Iterable[torch.Tensor]) -> Copies:
@@ -508,8 +502,8 @@ def copied_in(value: Any, pickled: bytes, known: Iterable[torch.Tensor]) -> Copi
 
 
 def leaves_in(values: Iterable[Any], seen: set[int]) -> tuple[dict[int, torch.Tensor], list[Any]]:
-    """Return the leaves that `values` refer to, by id, and all objects on the way. Modules, and
-    objects in `seen`, are not searched."""
+    """Return the leaves that can be reached from `values`, by id, and all objects on the way.
+    Modules, and objects in `seen`, are not searched."""
     found: dict[int, torch.Tensor] = {}
     passed: list[Any] = []
     level = list(values)
@@ -545,7 +539,7 @@ CARRY = (
 
 
 def is_ours(kind: type) -> bool:
-    """Whether the class belongs to the pool's own objects. In the inline and thread engines these
+    """Whether objects of the class are the pool's own. With engines "inline" and "thread" these
     refer to functions and their results."""
     name = f"{kind.__module__}.{kind.__qualname__}"
     return (
@@ -555,11 +549,11 @@ def is_ours(kind: type) -> bool:
     )
 
 
-# --- what is known about leaves
+# --- known leaves
 
 
 class LeafPlace:
-    """Where a module keeps a leaf."""
+    """The place where a module keeps a leaf."""
 
     def __init__(self, module: str, name: str) -> None:
         self.package = module.partition(".")[0]
@@ -575,20 +569,20 @@ class LeafPlace:
         return f"{self._module}.{self._name}{joint}{self._path}"
 
 
-# None if a leaf is known to be kept by no module
+# None if it is known that no module keeps the leaf
 PLACES: MutableMapping[torch.Tensor, LeafPlace | None] = WeakIdKeyDictionary()
 OF_INITIALIZER: MutableMapping[torch.Tensor, None] = WeakIdKeyDictionary()
 
 
 def note_places(given: Iterable[torch.Tensor], nodes: Iterable[Any]) -> None:
-    """Note where these leaves, and those of the nodes, are kept. A leaf is kept nowhere if the
-    initializer made it, or no module has it."""
+    """Record the places of these leaves, and of the nodes' leaves. A leaf has none if the
+    initializer made it, or if it is not in a module."""
     unknown = [each for each in given if each not in PLACES]
     unplaced = [node for node in nodes if node.variable not in PLACES]
     if not (unknown or unplaced) or not SEARCHES.may_begin():
         return
     if unplaced:
-        # free what the call left behind in cycles first, because searching modules takes longer
+        # first free the call's cyclic garbage, because searching modules takes longer
         gc.collect(1)
     unknown += [node.variable for node in unplaced if is_held(node)]
     if not unknown:
@@ -601,11 +595,11 @@ def note_places(given: Iterable[torch.Tensor], nodes: Iterable[Any]) -> None:
 
 class SearchBudget:
     """Limits the time of searches, so that a function that keeps a new leaf in each call does not
-    pay for one each time. A leaf that was not searched for is not noted, so it is found later."""
+    cause one each time. A leaf that was not searched for is not recorded, so it is found later."""
 
     def __init__(self) -> None:
         self._began = self._rest_until = 0.0
-        self._in_vain = 0  # in a row
+        self._in_vain = 0  # unsuccessful searches in a row
 
     def may_begin(self) -> bool:
         self._began = time.perf_counter()
@@ -618,14 +612,14 @@ class SearchBudget:
             self._rest_until = now + (now - self._began) * REST
 
 
-IN_VAIN = 8  # this many unsuccessful searches in a row need no pause
-REST = 20  # a pause, in durations of the last search
+IN_VAIN = 8  # how many unsuccessful searches in a row are allowed without a pause
+REST = 20  # the length of a pause, as a multiple of the last search's duration
 SEARCHES = SearchBudget()
 
 
 def look_through_modules() -> None:
-    """Note all leaves that modules lead to: modules of packages, and the user's own that were
-    imported here."""
+    """Record all leaves that can be reached from modules: those of packages, and the user's modules
+    that were imported here."""
     seen: set[int] = set()
     for module, found in list(sys.modules.items()):
         if is_of_libraries(module) or not issubclass(type(found), types.ModuleType):
@@ -638,7 +632,7 @@ def look_through_modules() -> None:
 
 @contextmanager
 def noting_those_of_initializer() -> Iterator[None]:
-    """Note the leaves that are made in the body. They are meant to be the worker's own."""
+    """Record the leaves that are made in the body. They are intended to be the worker's own."""
     before = set(map(id, all_leaves()))
     yield
     OF_INITIALIZER.update({leaf: None for leaf in all_leaves() if id(leaf) not in before})

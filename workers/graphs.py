@@ -1,11 +1,11 @@
-"""The graph table. It holds the autograd graph of every call that ran here and whose backward may
+"""The graph table contains the autograd graph of every call that ran here and whose backward may
 come. Worker's side.
 
-The outputs of a graph have gone to the caller as bytes, so the table holds the graph's edges. The
-nodes between are PyTorch's own, and follow its rules. `retain_graph` and the RuntimeError of a
-second backward are PyTorch's own, not imitations.
+The outputs of a graph were sent to the caller as bytes, so the table keeps the graph's edges. The
+nodes between them are PyTorch's own. So `retain_graph` and the RuntimeError of a second backward
+are also PyTorch's own, not imitations.
 
-The states of a call's graph. Each arrow is a method of `GraphTable`:
+These are the states of a call's graph. Each arrow is a method of `GraphTable`:
 
     (none) ── keep ──► KEPT ── note_emptied ──► EMPTIED
                         │                         │
@@ -17,10 +17,10 @@ The states of a call's graph. Each arrow is a method of `GraphTable`:
                         ▼
                      (none)
 
-    KEPT      here, and whole
-    EMPTIED   here, but used up; PyTorch raises at a second backward
-    DROPPED   not here, and the caller does not know it yet
-    (none)    never here, or the caller knows that it is gone
+    KEPT      the graph is here and whole
+    EMPTIED   the graph is here but used up; PyTorch raises at a second backward
+    DROPPED   the graph is not here, but the caller does not know that yet
+    (none)    the graph was never here, or the caller knows that it is gone
 
 keep: a call has run, for the first time or again, or a backward has run whose gradients are
 differentiable. note_emptied: a backward has run through the graph without keeping it. release: the
@@ -28,11 +28,11 @@ caller's node has died, or the backward was the last one. trim: the graphs take 
 find: a backward needs the graph. miss: an eager backward has run through a part of it. The caller
 sends the call of a dropped graph again with the next backward that needs it.
 
-Autograd keeps a graph alive from its outputs, so the edges keep it here:
+The outputs of a graph keep it alive in autograd, so here the edges keep it alive:
 
-    forward: entrances remember where the inputs came in
+    forward: entrances record where the inputs enter
         inputs ──► dress ──► the function ──► outputs
-    backward: PyTorch's own, between these edges
+    backward: PyTorch runs it between these edges
         edges_at(entrances) ◄── gradients_at ◄── edge_of(output)
 """
 
@@ -91,7 +91,7 @@ __all__ = [
     "still_there",
 ]
 
-# A leaf is its own edge. That is cheaper, and a sparse leaf has no other edge.
+# A leaf is its own edge. This is cheaper, and a sparse leaf has no other edge.
 Edge = GradientEdge | torch.Tensor
 # for an input: the node where its gradient leaves, or the input itself if it is a leaf
 Entrance = weakref.ref[Any] | torch.Tensor
@@ -109,18 +109,18 @@ def edge_of(tensor: torch.Tensor) -> Edge:
 
 class GraphEntry(torch.autograd.Function):
     """The node where the gradient of a non-leaf input leaves. In the caller this input has a
-    history, so in-place writes to it are legal."""
+    history, so in-place writes to it are allowed."""
 
     @staticmethod
     def forward(ctx: Any, root: torch.Tensor, alone: list[torch.Tensor]) -> torch.Tensor:
-        # The tensor is hidden in a list. As an argument it would be returned as a view, which
-        # forbids in-place writes.
+        # The tensor is in a list, because an argument would be returned as a view, which forbids
+        # in-place writes.
         return alone[0]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[None, None]:
-        # This runs only for `run_whole`, perhaps in several runs of the engine. Otherwise the
-        # engine takes the gradient at this node's edge, before this.
+        # This runs only in `run_whole`, perhaps in several runs of the engine. Otherwise the engine
+        # takes the gradient at this node's edge and does not run the node.
         held = vars(ctx).get("received")
         ctx.received = grad if held is None else held if grad is None else plus(held, grad)
         return None, None
@@ -130,15 +130,15 @@ ENTRY_NODE = node_type(GraphEntry)
 ROOT = torch.zeros((), device="cpu", requires_grad=True)
 # This edge is kept alive because PyTorch would otherwise rebuild it. In anomaly mode PyTorch runs
 # Python while it makes the edge and holds ROOT's lock. Another worker thread that holds the
-# interpreter's lock and waits for ROOT's would then wait forever.
+# interpreter's lock and waits for ROOT's lock would then wait forever.
 ROOT_EDGE = get_gradient_edge(ROOT)
 
 
 def dress(
     tensors: Sequence[torch.Tensor], flags: Sequence[int]
 ) -> tuple[list[torch.Tensor], list[Entrance]]:
-    """Return `tensors` as `fn` would see them in the caller, and an entrance for each that needs a
-    gradient."""
+    """Return `tensors` as `fn` would see them in the caller, and an entrance for each tensor that
+    needs a gradient."""
     dressed, entrances = list(tensors), list[Entrance]()
     for k, own in enumerate(flags):
         if own & PARAMETER:
@@ -146,19 +146,19 @@ def dress(
         if own & REQUIRES_GRAD and own & LEAF:
             entrances.append(dressed[k].requires_grad_())
         elif own & REQUIRES_GRAD:
-            with torch.enable_grad():  # even if the caller has it off, `fn` may turn it on
+            with torch.enable_grad():  # `fn` may enable it even if the caller has it off
                 dressed[k] = apply(GraphEntry, ROOT, [dressed[k]])
-            # noted now, because an in-place write moves the tensor to another node
+            # recorded now, because an in-place write moves the tensor to another node
             entrances.append(weakref.ref(dressed[k].grad_fn))
     return dressed, entrances
 
 
 def edges_at(entrances: Sequence[Entrance]) -> list[Edge | None]:
-    """Return the edges of the entrances, after `fn` has run and its arguments are forgotten.
+    """Return the edges of the entrances, after `fn` has run and its arguments are dropped.
 
-    The results keep the inputs that they depend on. For other inputs the edge is None: no backward
-    of these results may run the histories that such inputs have in the caller. While the arguments
-    are still held, every input has an edge.
+    The results keep the inputs that they depend on. For other inputs the edge is None, so no
+    backward of these results runs the histories of such inputs in the caller. While the arguments
+    are still referenced, every input has an edge.
     """
     return [edge_at(each) if isinstance(each, weakref.ref) else each for each in entrances]
 
@@ -173,7 +173,7 @@ def leaves_behind(
 ) -> set[int]:
     """Return the `wanted` leaves, by id, on which the outputs depend.
 
-    A `reentrant` graph does not show this, so then all of them are returned.
+    A `reentrant` graph does not show this, so for such a graph all of them are returned.
     """
     if reentrant or not wanted:
         return set(wanted)
@@ -226,7 +226,7 @@ def gradients_at(
     create: bool = False,
     levels: tuple[Level, ...] = (),
 ) -> list[torch.Tensor | None]:
-    """Return the gradients at the edges. They are None for missing edges, and for unused ones."""
+    """Return the gradients at the edges, or None for missing and unused edges."""
     there = [edge for edge in edges if edge is not None]
     found: Sequence[torch.Tensor | None]
     if not there:
@@ -244,7 +244,7 @@ def gradients_at(
 
 
 def still_there(edge: Edge | None) -> Edge | None:
-    """Return the edge, or None if the call has frozen its leaf, or its node has ended."""
+    """Return the edge, or None if the call has frozen its leaf or its node is dead."""
     if isinstance(edge, torch.Tensor):
         return edge if edge.requires_grad else None
     return edge if edge is None or is_alive(edge.node) else None
@@ -283,14 +283,13 @@ HOOKS = CallCounter(torch.Tensor, "register_hook")
 
 
 def errors_behind(outputs: Sequence[torch.Tensor]) -> dict[int, str]:
-    """Return what a backward of each output raises if it runs through all of the graph, by number
-    of the output.
+    """Return the errors that a backward through the whole graph raises, by number of the output.
 
     PyTorch puts a node that only raises behind the gradients of a `once_differentiable` backward.
-    It leads to no input. So a backward for given inputs does not reach it, neither in the loop nor
-    here. Only the caller knows whether a backward is for all inputs, so the caller raises the
-    error. The search takes about as long as the backward, so it is left out while no such node has
-    been made.
+    This node does not lead to an input. So a backward for given inputs does not reach it, neither
+    in the loop nor here. Only the caller knows whether a backward is for all inputs, so the caller
+    raises the error. The search takes about as long as the backward, so it is skipped until such a
+    node has been made.
     """
     if not ERRORS.may_have_run:
         return {}
@@ -302,17 +301,17 @@ def errors_behind(outputs: Sequence[torch.Tensor]) -> dict[int, str]:
 # --- the table
 
 
-MOST_STALE = 1000  # entries of the heap for graphs that are not here any more
+MOST_STALE = 1000  # entries in the heap of graphs that are gone
 
 
 class GraphEdges(NamedTuple):
-    """A graph, given by its edges. The captures' edges are stored in the function."""
+    """A graph, represented by its edges. The function stores the captures' edges."""
 
     function: Function
     outputs: list[Edge]  # of the outputs that need gradients, in order
     # of the inputs that need gradients, in order; None if the outputs do not depend on the input
     inputs: Sequence[Edge | None]
-    # whether it can only run as a whole, by `backward()`, because it has a reentrant checkpoint
+    # whether only `backward()` can run it, because it has a reentrant checkpoint
     reentrant: bool = False
     devices: DeviceMap | None = None
 
@@ -325,10 +324,10 @@ class GraphEdges(NamedTuple):
         create: bool,
         levels: tuple[Level, ...],
     ) -> list[torch.Tensor | None]:
-        """Return gradients of the `wanted` inputs, then of all captures if `captures`. They are
-        None for unused inputs and captures."""
-        # Gradients gather in the leaves of a graph that runs as a whole. If some were not taken,
-        # they would be added to the next backward's.
+        """Return gradients of the `wanted` inputs and, if `captures`, then of all captures. They
+        are None for unused inputs and captures."""
+        # `run_whole` accumulates gradients in all leaves. All of them are taken, because the next
+        # backward would add to the others.
         numbers = range(len(self.inputs)) if self.reentrant else wanted
         edges = [still_there(self.inputs[k]) for k in numbers]
         if captures or self.reentrant:
@@ -345,8 +344,8 @@ class GraphEdges(NamedTuple):
         return found
 
     def caller_devices(self, wanted: Sequence[int], captures: bool) -> Sequence[int] | None:
-        """Return on which devices of the caller gradients of the `wanted` inputs, and of the
-        captures, belong. Return None in a pool without devices."""
+        """Return the caller's devices for gradients of the `wanted` inputs, and of the captures.
+        Return None in a pool without devices."""
         return None if self.devices is None else self.devices.caller_devices(wanted, captures)
 
     def derived(
@@ -355,8 +354,8 @@ class GraphEdges(NamedTuple):
         entered: Sequence[Edge | None],
         grads: Sequence[TensorRef],
     ) -> GraphEdges:
-        """Return the graph of a backward of this one, which gave `outputs` for `grads`. The
-        gradients came in at the edges `entered`."""
+        """Return the graph of a backward through this graph. The backward turned `grads`, which
+        entered at the edges `entered`, into `outputs`."""
         devices = None if self.devices is None else self.devices.derived(outputs, grads)
         edges = [*entered, *self.inputs]
         return GraphEdges(self.function, list(map(edge_of, outputs)), edges, devices=devices)
@@ -365,11 +364,11 @@ class GraphEdges(NamedTuple):
 class GraphTable:
     """The graphs that are kept here, by call.
 
-    `trim` drops the largest graphs beyond `limit` bytes; they are rebuilt if they are needed. While
-    `watch` finds memory short, `trim` also drops the older half.
+    While the graphs exceed `limit` bytes, `trim` drops the largest, which are rebuilt if they are
+    needed. While `watch` finds memory short, `trim` also drops the older half.
 
     A call is in one of `_kept`, `_emptied` and `_dropped`, or in none. With a limit of 0 no graph
-    is kept, and nothing is measured.
+    is kept, and sizes are not measured.
     """
 
     def __init__(self, limit: int | None, watch: MemoryMonitor | None = None) -> None:
@@ -387,12 +386,12 @@ class GraphTable:
         return call in self._kept or call in self._emptied
 
     def memory_in_use(self) -> int:
-        """Return the bytes in use, if there is a limit. The rise during a call is the size of its
+        """Return the bytes in use, or 0 without a limit. The rise during a call is the size of its
         graph."""
         return memory_in_use() if self._limit else 0
 
     def keep(self, call: int, graph: GraphEdges, nbytes: int) -> None:
-        """Keep a graph. `nbytes` is its size, or 0 if nothing is measured."""
+        """Keep a graph. `nbytes` is its size, or 0 if sizes are not measured."""
         self.release(call)
         self._kept[call] = graph
         if self._limit and nbytes > 0:
@@ -404,7 +403,7 @@ class GraphTable:
                 heapq.heapify(self._largest)
 
     def find(self, call: int) -> GraphEdges | None:
-        """Return the graph for a backward. One that is not here counts as dropped from now on."""
+        """Return the graph for a backward. A missing graph counts as dropped from now on."""
         graph = self._kept.get(call) or self._emptied.get(call)
         if graph is None:
             self._dropped.add(call)
@@ -434,7 +433,7 @@ class GraphTable:
         self._dropped.add(call)
 
     def miss(self, call: int) -> None:
-        """Note that the caller believes that this graph was kept, although it never was."""
+        """Record that the caller will expect this graph, although it was never kept."""
         self._dropped.add(call)
 
     def forget(self, message: Release) -> None:
@@ -450,7 +449,7 @@ class GraphTable:
             self.nbytes -= self._sizes.pop(call, 0)
 
     def take_dropped(self) -> list[int]:
-        """Return the calls whose graphs were dropped since the last time, for the caller."""
+        """Return the calls whose graphs were dropped since the last call of this method."""
         dropped = list(self._dropped)
         self._dropped.clear()
         return dropped

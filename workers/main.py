@@ -1,5 +1,5 @@
-"""A worker: its loop, and its entry points for each place where it can run (a process of its own,
-or a thread of the parent). Worker's side.
+"""This module contains a worker's loop, and its entry points for each place where it can run: its
+own process, or a thread of the parent. Worker's side.
 
     serve ──► begin ──► Worker ◄── frames
     requests   Forward, Backwards, Collect ─► Runner ─► Results, Gradients, CollectedSums
@@ -9,22 +9,23 @@ or a thread of the parent). Worker's side.
     timelines  Record ─► ChunkTrace, with each answer
 Guarantees: every request is answered once, whatever the task raises. A task's exception ends the
     task, not the worker.
-Assumes: one thread calls `handle`. Inline, that may happen within `handle`, because a task may use
-    the pool again. In a process the only other thread is that of `EarlyAnswers`. The process dies
-    with the process that made it: the kernel kills it, or, without such a kernel (`PORTABLE`), it
-    ends at its next read, at the end of the pipe.
+Assumes: one thread calls `handle`. With engine "inline" it may do so within `handle`, because a
+    task may use the pool. In a process the only other thread is that of `EarlyAnswers`. The process
+    dies with the process that made it: the kernel kills it or, if the kernel cannot (`PORTABLE`),
+    it ends at its next read, at the end of the pipe.
 
 A worker is not one of multiprocessing's processes. But a task may start processes, connect to a
-manager or make shared memory. Then it finds the same state as in such a process: the caller's
-authentication key, interpreter, start method and resource tracker, and a name and a number. Its end
-is in `workers.ending`.
+manager or make shared memory. For this, a worker has the same state as such a process: the caller's
+authentication key, interpreter, start method and resource tracker, and a name and a number.
+`workers.ending` ends it.
 
-The tracker is the caller's, because others may use what a task makes. If it is never unlinked, it
-must be removed with the program, not with a worker. Most programs never need a tracker. So a worker
-requests it (`engines.launch.SharedTracker`) when multiprocessing first reads its descriptor:
+The tracker is the caller's, because other processes may use a block that a task makes. If the block
+is never unlinked, it must be removed with the program, not with a worker. Most programs never need
+a tracker. So a worker requests it (`engines.launch.SharedTracker`) when multiprocessing first reads
+its descriptor:
 
-    a task makes a block ──► register ──► _fd ──► ask ═══ caller: getfd, which starts one if there
-    is none
+    a task makes a block ──► register ──► _fd ──► ask ═══ caller: getfd, which starts a tracker if
+                                                          necessary
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ LIVES: list[socket.socket] = []  # kept open as long as this process lives
 
 
 class Worker:
-    """The loop. It passes each message to the part that handles it, and sends the answers."""
+    """Passes each message to the part that handles it, and sends the answers."""
 
     def __init__(
         self,
@@ -128,7 +129,7 @@ class Worker:
         self._runner = runner = Runner(
             functions, graphs, memory, self._progress, self._warnings, worker_device, self.early
         )
-        self._records = False  # whether it records a timeline
+        self._records = False  # whether the caller records a timeline
         self._requests: dict[type[Any], Callable[[Any, memoryview], tuple[Message, Payload]]] = {
             Forward: runner.forward,
             Backwards: runner.backward,
@@ -150,8 +151,8 @@ class Worker:
         }
 
     def take_warnings(self) -> None:
-        """Send the warnings of tasks to the parent. The parent's filters decide what happens to
-        them, as in a serial loop."""
+        """Send the warnings of tasks to the parent, whose filters apply to them as in a serial
+        loop."""
         self._warnings.watch()
 
     def announce(self, pid: int) -> None:
@@ -168,7 +169,7 @@ class Worker:
         try:
             self._handle(frame)
         finally:
-            # Inline, an interrupt may have come just before the turn was taken again.
+            # with engine "inline", an interrupt may have come before the turn was taken again
             with contextlib.suppress(RuntimeError):
                 turn.release()
 
@@ -179,7 +180,7 @@ class Worker:
                 self._answer(message, frame.payload)
             else:
                 self._news[type(message)](message)
-        # send returns now, because the next answer may be far away
+        # returned slots are sent now, because the next answer may come much later
         if type(frame.messages[-1]) not in self._requests and (
             returns := self._memory.take_returns()
         ):
@@ -210,8 +211,8 @@ class Worker:
     def _send_early(self) -> bool:
         """Send the results of the running chunk so far. Return whether there were any.
 
-        Text that was printed without an end of line waits for the chunk's end, because another call
-        has begun.
+        An unfinished line of printed text waits for the chunk's end, because another call has
+        begun.
         """
         found = self._runner.take_early()
         if found is not None:
@@ -220,13 +221,13 @@ class Worker:
         return found is not None
 
     def _record(self, message: Record) -> None:
-        """Start or stop to record. Inline, a chunk that is running goes on as it began."""
+        """Start or stop recording. With engine "inline", this does not affect the running chunk."""
         self._records = message.on
 
     def _send(
         self, answer: Message, parts: Sequence[bytes] = (), recorded: Sequence[ChunkTrace] = ()
     ) -> None:
-        """Send an answer, with what the parent needs to know about memory."""
+        """Send an answer, with messages about memory."""
         self._memory.announce_slabs()
         messages: list[Message] = []
         if returns := self._memory.take_returns():
@@ -245,7 +246,7 @@ class Worker:
 
 def serve(end: socket.socket, number: int, in_process: bool = False) -> bool:
     """Answer frames until `Stop` or the end of the link. The caller's side has the other end of the
-    socket. Return whether the end of the process waits for what tasks have started."""
+    socket. Return whether the end of the process waits for threads and processes of tasks."""
     link = Channel(end, blocking=True)
     outlet = worker = None
     setting = contextlib.ExitStack()
@@ -257,9 +258,9 @@ def serve(end: socket.socket, number: int, in_process: bool = False) -> bool:
         if start.remote:
             link.lend_by_value()
         if in_process:
+            register_crash_traceback(link)  # first, so that a crash of what follows has a stack
             settle(start, number)
             outlet = Outlet(link, start.log_levels)
-            register_crash_traceback(link)
         begin_as_new(is_process=in_process)
         if in_process:
             ending.begin()
@@ -299,8 +300,8 @@ def begin(
     in_process: bool = False,
 ) -> Worker | None:
     """Run the initializer and make the worker, and report over the link whether that succeeded. The
-    worker's device is entered in `setting`, for as long as the worker lives. With `in_process`,
-    its process is its own."""
+    worker's device is entered in `setting`, for the life of the worker. `in_process` means that the
+    worker has its own process."""
     device, phase = WorkerDevice(), "initializer"
     filters = FILTERS if in_process else TaskFilters()
     try:
@@ -314,7 +315,7 @@ def begin(
             FOLLOWER.settle()
         phase = "start"
         graphs = GraphTable(start.graph_bytes, MemoryMonitor() if start.spares_memory else None)
-        # raises if there is no shared memory for it
+        # raises if there is not enough shared memory
         worker = Worker(number, link, graphs, device, filters)
     except BaseException as error:
         link.send([StartFailure(failure(error, phase))])
@@ -330,8 +331,8 @@ def serve_in_process(
     tracker: socket.socket | None = None,
     life: socket.socket | None = None,
 ) -> NoReturn:
-    """Run `serve` in a process that runs nothing else, and end the process. Its parent is
-    `parent_pid` if that is known.
+    """Run `serve` in a process that runs nothing else, and end the process. `parent_pid` is its
+    parent, or None if that is unknown.
 
     The process requests a resource tracker from the caller through `tracker`. It ends when the
     other end of `life` is closed.
@@ -345,7 +346,7 @@ def serve_in_process(
         if tracker is not None:
             share_tracker(tracker)
         PLACE.in_worker = True
-        # Ctrl-C signals the whole process group, but the parent decides what to do about it
+        # Ctrl-C signals the whole process group, but only the parent handles it
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         waits = serve(end, number, in_process=True)
         status = 0
@@ -358,7 +359,7 @@ def serve_in_process(
 def refuse_and_exit(end: socket.socket, error: Exception) -> NoReturn:
     """Report in the worker's process that its start has failed, and exit."""
     link = Channel(end, blocking=True)
-    # an error means that the parent is gone
+    # an error means that the parent is dead
     with contextlib.suppress(EOFError, ConnectionError):
         link.receive()  # the `Start`
         link.send([StartFailure(failure(error, "start"))])
@@ -366,9 +367,9 @@ def refuse_and_exit(end: socket.socket, error: Exception) -> NoReturn:
 
 
 def serve_spawned(descriptor: int, number: int, tracker: int) -> NoReturn:
-    """Run `serve_in_process` in a program of its own, which has inherited its end of the pipe."""
+    """Run `serve_in_process` in its own program, which has inherited its end of the pipe."""
     end = socket.socket(fileno=descriptor)
-    # otherwise a program that a call starts would keep it open after this one's end
+    # a program that a call starts would otherwise keep it open after this program's end
     end.set_inheritable(False)
     serve_in_process(end, number, None, socket.socket(fileno=tracker))
 
@@ -377,7 +378,7 @@ def settle(start: Start, number: int) -> None:
     """Make this process look like the parent to the code that will run in it."""
     become_child(start.preparation, number)
     environment = start.environment
-    if start.remote:  # this machine has its own state, but may have a folder of the same name
+    if start.remote:  # this machine has its own state, but may have a folder with the same name
         sys.path[:] = merged(sys.path, environment.paths)
         sys.argv[:] = environment.arguments
         if environment.directory is not None:
@@ -395,19 +396,18 @@ def settle(start: Start, number: int) -> None:
 
 
 def merged(ours: Sequence[str], theirs: Sequence[str]) -> list[str]:
-    """Return this machine's module paths, followed by those of the caller's folders that exist
-    here."""
+    """Return this machine's module paths, followed by the caller's paths that exist here."""
     return [*ours, *(each for each in theirs if each not in ours and os.path.exists(each))]
 
 
 def die_with(parent_pid: int | None) -> None:
-    """Have the kernel kill this process when its parent dies, however busy it is then."""
+    """Have the kernel kill this process when its parent dies, even if it is busy."""
     if PORTABLE:
         return
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    # the parent has died before this process could ask
+    # the parent died before this process called prctl
     if parent_pid is not None and os.getppid() != parent_pid:
         os._exit(1)
 
@@ -421,7 +421,7 @@ def die_with_end(life: socket.socket) -> None:
     fcntl.fcntl(life, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(life, fcntl.F_SETSIG, signal.SIGKILL)  # instead of SIGIO
     fcntl.fcntl(life, fcntl.F_SETFL, fcntl.fcntl(life, fcntl.F_GETFL) | os.O_ASYNC)
-    if select.select([life], [], [], 0)[0]:  # it was closed before this process could ask
+    if select.select([life], [], [], 0)[0]:  # it was already closed before
         os._exit(1)
 
 
@@ -429,7 +429,7 @@ def die_with_end(life: socket.socket) -> None:
 
 
 class CallerTracker(resource_tracker.ResourceTracker):
-    """Fetches the descriptor of the caller's tracker when it is first read. If there is no answer,
+    """Fetches the descriptor of the caller's tracker when it is first read. If no answer comes,
     multiprocessing starts another tracker."""
 
     asks: socket.socket
@@ -447,7 +447,7 @@ class CallerTracker(resource_tracker.ResourceTracker):
 
 
 def asked(where: socket.socket) -> int | None:
-    """Request a tracker's descriptor. Return None if there is no answer, or no tracker."""
+    """Request a tracker's descriptor. Return None if no answer comes or there is no tracker."""
     ours, theirs = socket.socketpair()
     with ours:
         try:
@@ -468,12 +468,12 @@ def share_tracker(where: socket.socket) -> None:
 
 
 def become_child(preparation: Mapping[str, Any] | None, number: int) -> None:
-    """Take over what multiprocessing gives its children. `preparation` comes from the caller
-    (`environment.preparation`); it is None on another machine."""
+    """Take over the state that multiprocessing gives its children. `preparation` comes from the
+    caller (`environment.preparation`), or is None on another machine."""
     process = multiprocessing.current_process()
     process.name = f"mpgrad-worker-{number}"  # appears in log records
     if not process._identity:
-        process._identity = (number,)  # by this, tasks tell workers apart
+        process._identity = (number,)  # tasks distinguish workers by this
     if preparation is None:
         return
     process.authkey = preparation["authkey"]

@@ -1,9 +1,9 @@
-"""The memory of a worker: what it lends and borrows, what its process uses, and whether memory is
-short. This module also holds the worker's device. Worker's side.
+"""A worker lends and borrows memory, measures the memory of its process, and detects when memory is
+short. This module also contains the worker's device. Worker's side.
 
-    caller's slots ──► views: tensors that view them ──► no tensor views them any more ──►
-    take_returns: the caller is notified results ──► lend: slots of ours ──► the caller sends them
-    back: take_back
+    caller's slots ──► views: tensors that view them ──► no tensor views them any more
+        ──► take_returns: the caller is notified
+    results ──► lend: slots of this worker ──► the caller returns them: take_back
         ──► free for the next result
 Guarantees: each received address is returned once for each time that it was received, even for
     calls that did not run. Lent memory is kept until it is returned.
@@ -12,13 +12,13 @@ The size of a call's graph is the rise of the allocator's count during the call.
 graphs, because calls run again when their backwards come. So a `MemoryMonitor` checks how near this
 process's control groups are to their limits, at which Linux kills processes.
 
-A worker's device has its setup, its channel to the caller, and rules for where tensors belong:
+A worker's device has its setup, its channel to the caller, and rules for the places of tensors:
 
-    frame comes ──► `arrive`: wait on the device for the caller's copies ──► call
-        ──► `finish`: wait here for the device
+    frame comes ──► `arrive`: the device waits for the caller's copies ──► call
+        ──► `finish`: this thread waits for the device
 Results are reported when the device has finished them, which costs a few microseconds a call. In
-return, an error on the device is attributed to the call that made it, and times and timeouts are
-those of the work. A worker that dies has reported only results that exist.
+return, errors on the device are attributed to the right call, times and timeouts measure the work,
+and a worker that dies has reported only results that exist.
 
 In a pool without devices a `WorkerDevice` has no setup, and graphs have no `DeviceMap`.
 """
@@ -98,7 +98,8 @@ __all__ = [
 
 
 class WorkerMemory:
-    """The worker's own slots until they are returned, and what it must return to the caller."""
+    """The worker's own slots until they are returned, and the slots that it must return to the
+    caller."""
 
     def __init__(self, number: int, link: Link, worker_device: WorkerDevice) -> None:
         self.arena = Arena(number)
@@ -108,24 +109,24 @@ class WorkerMemory:
         self._link = link
         self._worker_device = worker_device
         self._lent: dict[int, Slot] = {}
-        # returned memory is reported with the next answer
+        # no notification is needed, because the next answer reports returned memory
         self._foreign_slabs = ForeignSlabs(lambda: None, copies_for_children=True)
-        # lent to this worker for calls that did not run
+        # slots that were lent to this worker for calls that did not run
         self._unread: deque[tuple[int, int]] = deque()
 
     # --- borrowed memory
 
     def views(self, refs: Sequence[TensorRef], payload: memoryview) -> list[torch.Tensor]:
-        """Return tensors that view the payload and the caller's slots. If one cannot be viewed,
-        return all slots to the caller."""
-        if type(refs) is TensorBucket:  # isinstance of a `Sequence` runs Python code
+        """Return tensors that view the payload and the caller's slots. If one slot cannot be
+        viewed, all of them are returned to the caller."""
+        if type(refs) is TensorBucket:  # `isinstance` of a `Sequence` would run Python code
             return refs.views(payload, self.borrow)
         found: list[torch.Tensor] = []
         try:
             for row in rows_of(refs):
                 found.append(view(row, payload, self.borrow))
         except BaseException:
-            # the failed slot has been returned already; the later ones were not read
+            # the failed slot is already returned, and the later ones were not read
             self._unread.extend((ref.place, 1) for ref in lent(refs[len(found) + 1 :]))
             raise
         return found
@@ -136,8 +137,8 @@ class WorkerMemory:
     def captures(
         self, slot: tuple[int, int] | None, refs: Sequence[TensorRef]
     ) -> list[torch.Tensor]:
-        """Return the captures of a function. `slot` is the address and size of the slot with the
-        small ones."""
+        """Return the captures of a function. `slot` is the address and size of the slot that
+        contains the small captures."""
         content = memoryview(b"")
         if slot is not None:
             try:
@@ -157,8 +158,8 @@ class WorkerMemory:
             self._unread.extend((ref.place, 1) for ref in lent(refs))
 
     def take_returns(self) -> list[tuple[int, int]]:
-        """Return the addresses that are not needed any more, since the last call, and how often
-        each was received."""
+        """Return the addresses that became unused since the last call, and how often each was
+        received."""
         return self._foreign_slabs.collect() + drained(self._unread)
 
     # --- lent memory
@@ -169,10 +170,9 @@ class WorkerMemory:
         caller_devices: Sequence[int] | None,
         payload: Payload,
     ) -> Sequence[TensorRef | None]:
-        """Lend gradients. In a pool with devices, `caller_devices` says on which device of the
-        caller each belongs."""
-        # All are packed before the first is lent. So if memory runs out half-way, nothing has been
-        # lent.
+        """Lend gradients. In a pool with devices, `caller_devices` contains the caller's device for
+        each gradient."""
+        # All are packed before the first is lent. So if memory runs out, nothing has been lent.
         flags = [
             REQUIRES_GRAD if each is not None and each.requires_grad else 0 for each in tensors
         ]
@@ -223,7 +223,7 @@ class WorkerMemory:
     # --- slabs
 
     def announce_slabs(self) -> None:
-        """Tell the caller about new slabs, before it gets addresses in them."""
+        """Announce new slabs to the caller, before it gets addresses in them."""
         self.arena.tidy()
         if new := drained(self.arena.made) + self._worker_device.take_new_slabs():
             self._link.introduce(new)
@@ -235,7 +235,7 @@ class WorkerMemory:
             self._foreign_slabs.attach(message.number, self._link.take_descriptor(), message.nbytes)
 
     def take_missing(self) -> list[int]:
-        """Return slabs to request again, see `MissingSlabs`."""
+        """Return the slabs to request again, see `MissingSlabs`."""
         return self._foreign_slabs.take_missing()
 
     def tell_again(self, message: MissingSlabs) -> None:
@@ -255,34 +255,34 @@ class WorkerMemory:
 # --- whether memory is short
 
 
-# The share of the limit, without the file cache, above which memory is short. Caller and workers
-# share the limit. A call takes more while it runs.
+# Memory is short above this share of the limit, without the file cache. Caller and workers share
+# the limit. A call takes more while it runs.
 NEAR = 0.85
-# How much may be taken until the next look, as a multiple of what was taken between the last two.
-# Each worker may add a call's graph.
+# The expected rise until the next check, as a multiple of the recent rise between two checks. Each
+# worker may add a call's graph.
 AHEAD = 2
-FAR = 0.6  # below this share, with the expected rise, looks are rare
-SELDOM, OFTEN = 0.1, 0.005  # seconds between two looks (0.05 ms each), below FAR and from there on
+FAR = 0.6  # below this share, including the expected rise, checks are rare
+SELDOM, OFTEN = 0.1, 0.005  # seconds between two checks (0.05 ms each), below FAR and above
 
 
 class MemoryMonitor:
     def __init__(self, folders: Sequence[Path] | None = None) -> None:
-        """`folders` are those of the control groups; None is for this process's own. Groups that
-        have no limit now are left out."""
+        """`folders` are the folders of the control groups, or None for this process's own groups.
+        Groups that do not have a limit now are left out."""
         self._given = folders
-        self._next = 0.0  # when to look again, on the clock of time.monotonic
+        self._next = 0.0  # time of the next check, on the clock of time.monotonic
         self._used = 1.0  # share of the nearest limit
-        self._rise = 0.0  # the largest recent rise between two looks
+        self._rise = 0.0  # the largest recent rise between two checks
 
     @functools.cached_property
     def _folders(self) -> list[Path]:
-        """The folders with a limit. They are found when first needed, because it takes 0.7 ms,
-        which would delay the worker's start."""
+        """The folders with a limit. Finding them takes 0.7 ms, so it is delayed until they are
+        needed, and does not delay the worker's start."""
         return limiting(own_cgroups("memory") if self._given is None else self._given)
 
     def is_short(self) -> bool:
-        """Whether memory is short. Shortly after a look, this returns False without another
-        look."""
+        """Whether memory is short. Shortly after a check, this returns False without another
+        check."""
         now = time.monotonic()
         if now < self._next:
             return False
@@ -346,11 +346,11 @@ def give_back() -> None:
 
 
 def memory_in_use() -> int:
-    """Return the bytes that the allocator has handed out. Their rise over a call is what the call
-    has kept.
+    """Return the bytes that the allocator has handed out. Their rise during a call is the size of
+    the memory that the call keeps.
 
-    If the allocator does not report this, return the resident bytes of the process. Memory that is
-    reused does not add to these.
+    If the allocator does not report this, return the resident bytes of the process. Reused memory
+    does not add to these.
     """
     if MALLINFO is not None:
         state = MALLINFO()
@@ -364,16 +364,16 @@ def memory_in_use() -> int:
 
 
 class DeviceMap(NamedTuple):
-    """The devices of a graph's tensors, as codes: here for its outputs, and in the caller for its
-    inputs and captures."""
+    """The devices of a graph's tensors, as codes: this worker's devices of its outputs, and the
+    caller's devices of its inputs and captures."""
 
     outputs: Sequence[int]
     inputs: Sequence[int]
     captures: Sequence[int]
 
     def arriving(self, refs: Sequence[TensorRef], parts: Sequence[int]) -> Sequence[TensorRef]:
-        """Return references to the outputs' gradients for the devices where they belong here. Each
-        output has as many as `parts` says."""
+        """Return references that put the outputs' gradients on the outputs' devices. `parts`
+        contains the number of gradients of each output."""
         codes = [
             code for count, code in zip(parts, self.outputs, strict=True) for _ in range(count)
         ]
@@ -384,7 +384,7 @@ class DeviceMap(NamedTuple):
         return [self.inputs[k] for k in wanted] + [*(self.captures if captures else ())]
 
     def derived(self, outputs: Sequence[torch.Tensor], grads: Sequence[TensorRef]) -> DeviceMap:
-        """Return the map of a backward's own graph. The backward gave `outputs` for `grads`."""
+        """Return the map of a backward's own graph. The backward turned `grads` into `outputs`."""
         return DeviceMap(
             [*map(device_code, outputs)], [*codes_in(grads), *self.inputs], self.captures
         )
@@ -400,7 +400,7 @@ class WorkerDevice:
         self._setup = setup
         self._channel = channel
         self._code = 0 if setup is None else setup.code
-        # for the packer, as is `way_to`
+        # for the packer, like `way_to`
         self.kind = "" if setup is None else setup.accelerator.type
         self._is_direct = False  # whether results may be sent as slots on the device
         # to devices whose slabs were opened here
@@ -421,8 +421,8 @@ class WorkerDevice:
     # --- waiting
 
     def arrive(self) -> None:
-        """Let the device wait for the caller. Later work of this thread there comes after all that
-        the caller wrote or read there before it sent the last frame."""
+        """Let the device wait for the caller. Later work of this thread on the device begins after
+        the caller's reads and writes before the last frame."""
         for code, events in self._events.items():
             stream = self.setup.accelerator.current_stream(code - 1)
             for event in events:
@@ -480,23 +480,23 @@ class WorkerDevice:
         try:
             found = borrow(message.address, message.nbytes).copied()
             if bytes(found.tolist()) != message.mark:
-                return TrialOutcome("a worker found other bytes than were written", None)
+                return TrialOutcome("a worker read bytes that differ from those written", None)
             slot = self._channel.write(found)
-            _ = slot.slab.handle  # if there can be no handle, this fails here, not while sending
+            _ = slot.slab.handle  # if no handle can be made, this fails here, not during sending
             self.finish()
         except (OSError, RuntimeError, MemoryError) as error:
             return TrialOutcome(str(error), None)
         lend(slot)
         return TrialOutcome("", SlotTrial(slot.address, message.nbytes, message.mark))
 
-    # --- where tensors belong
+    # --- the places of tensors
 
     def way_to(self, code: int) -> DeviceChannel | None:
         return self._channel if self._is_direct and code == self._code else None
 
     def named(self, refs: Sequence[TensorRef], gathers: bool) -> Sequence[TensorRef]:
-        """Return references for the devices where the caller's tensors belong here. A tensor stays
-        on its device if workers are there; otherwise it moves to this worker's device."""
+        """Return references with this worker's devices for the caller's tensors. A tensor stays on
+        its device if that has workers. Otherwise it moves to this worker's device."""
         if self._setup is None:
             return refs
         return [self._named(ref, gathers) for ref in refs]
@@ -509,14 +509,13 @@ class WorkerDevice:
     def caller_devices_of(
         self, tensors: Sequence[torch.Tensor], origin: int
     ) -> Iterable[int | None]:
-        """Return the caller's devices for tensors of this worker, for a call from device
-        `origin`."""
+        """Return the caller's devices for this worker's tensors, in a call from device `origin`."""
         if self._setup is None:
             return itertools.repeat(None)
         return [origin if code == self._code else code for code in map(device_code, tensors)]
 
     def codes_of(self, tensors: Sequence[torch.Tensor]) -> Iterable[int]:
-        """Return the devices of tensors here."""
+        """Return the devices of this worker's tensors."""
         return () if self._setup is None else map(device_code, tensors)
 
     def codes_in(self, refs: Sequence[TensorRef]) -> Sequence[int] | None:
@@ -555,9 +554,9 @@ def worker_device(pickled: bytes, number: int) -> Iterator[WorkerDevice]:
         accelerator.on(accelerator.stream(index)) if setup.in_process else contextlib.nullcontext()
     )
     # PyTorch has one thread for each device, which runs all backwards of a process there. In the
-    # caller's process, gates of the caller may occupy this thread and wait for this worker, whose
-    # backwards would then wait for them. In any process, running a backward in this thread saves
-    # the way to the other thread and back.
+    # caller's process, gates may occupy that thread and wait for this worker, whose backwards would
+    # then wait for the gates. In any process, running backwards in this thread saves the switch to
+    # the other thread and back.
     with stream, torch.autograd.set_multithreading_enabled(False):
         try:
             yield WorkerDevice(setup, channel)

@@ -1,28 +1,28 @@
-"""The runner. It runs the calls and backwards of chunks in a worker, and sends the caller the sums
-of gradients. Worker's side.
+"""The runner runs the calls and backwards of chunks in a worker, and sends sums of gradients to the
+caller. Worker's side.
 
     Forward ──► each call: views ──► dress ──► the function ──► result_structure
                     ──► CallRun: tensors, shapes, graph
                     results: lend ──► Results
-                    graph: keep; or the backward of a loss runs at once: gradients, lent too
-    Backwards ──► each: before: run the call again, or the backward that made its graph
+                    graph: keep; or the backward of a loss runs at once, and its gradients are lent
+    Backwards ──► each: before: rerun the call, or the backward that made its graph
                     ──► differentiate ──► lend ──► Gradients
                             └──► captures' gradients: added up
     Collect ──► the sum ──► lend ──► CollectedSums
 
 An eager backward runs right after the forward of a loss, for the predicted gradient, while the
 graph is in the CPU's cache. Gradients of inputs are sent with the result. Gradients of captures are
-sent with it, too, or they are added up here until the caller collects them. Then the graph is
-dropped, unless it is to be kept. If the real backward turns out to be different, the caller has the
-graph made again.
+also sent with it, or they are added up here until the caller collects them. Then the graph is
+dropped, unless it must be kept. If the real backward turns out to be different, the caller has the
+graph rebuilt.
 
-Meanwhile the caller can read which call the worker is running, from a few numbers in shared memory:
-see `ProgressRecord`. A call's `Stage` records how far the call has come, for its failure, and how
-long it took. While the caller records a timeline, it also records the moments.
+During a call, the caller can read which call the worker is running from a few numbers in shared
+memory (`ProgressRecord`). A call's `Stage` records the phase of the call, for its failure, and the
+durations. If the caller records a timeline, it also records the times.
 
 Guarantees: each call or backward that is not skipped has one outcome, whatever the task raises. A
     process that reads the chunk, the position and the chunk again, and finds the same chunk twice,
-    has a matching pair. Each call of a forward is noted before the worker checks whether it is
+    has a matching pair. Each call of a forward is recorded before the worker checks whether it is
     skipped.
 Assumes: one thread, in which a chunk may arrive during a call of another chunk (inline).
 """
@@ -134,7 +134,7 @@ class ProgressWriter:
         return chunk in self._numbers[ProgressRecord.SKIPPED :]
 
     def begin(self, chunk: int, position: int) -> None:
-        """Note that a call of the chunk begins."""
+        """Record that a call of the chunk begins."""
         numbers = self._numbers
         numbers[ProgressRecord.STARTED] = time.monotonic_ns()
         numbers[ProgressRecord.OFFSET] = -1
@@ -150,7 +150,7 @@ class ProgressWriter:
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """Note that the worker loads a function, which no time limit includes."""
+        """Record that the worker loads a function, which time limits do not include."""
         self._numbers[ProgressRecord.STARTED] = ProgressRecord.LOADING
         try:
             yield
@@ -158,12 +158,12 @@ class ProgressWriter:
             self._numbers[ProgressRecord.STARTED] = time.monotonic_ns()
 
     def begin_item(self, offset: int) -> None:
-        """Note the item of a bundle, in case the worker dies of it. -1 is for none."""
+        """Record the item of a bundle, in case it kills the worker. -1 means no item."""
         self._numbers[ProgressRecord.OFFSET] = offset
 
 
 class Stage:
-    """Records how far a call has come, or the backwards of a chunk."""
+    """Records the progress of a call, or of a chunk's backwards."""
 
     def __init__(self, spans: list[Span] | None) -> None:
         """`spans` collects entries for a timeline. It is None unless the caller records one."""
@@ -177,11 +177,11 @@ class Stage:
         self._spans = spans
 
     def ran(self, started: float) -> None:
-        """Note that the function has run from `started` until now."""
+        """Record that the function has run from `started` until now."""
         self.own_seconds += self._since(started, "forward")
 
     def differentiated(self, started: float) -> None:
-        """Note that PyTorch's engine has run from `started` until now."""
+        """Record that PyTorch's engine has run from `started` until now."""
         self.backward_seconds += self._since(started, "backward")
 
     def failure(self, error: BaseException) -> Failure:
@@ -213,11 +213,11 @@ class CallRun:
         early: EarlyAnswers,
         eager: EagerOptions | None,
     ) -> None:
-        """`given` are the tensors of `refs`, which are the call's references for this worker.
-        `entrances` lead to the tensors that need gradients."""
+        """`given` are the tensors of `refs`, the call's references for this worker. `entrances` are
+        those of the tensors that need gradients."""
         # for each item: the structure of its result, and the number of its tensors
         self.shapes: list[tuple[Structure, int]] = []
-        self.failed: list[tuple[int, Failure]] = []  # items of a bundle whose others go on
+        self.failed: list[tuple[int, Failure]] = []  # items of a bundle that failed alone
         self.tensors: list[torch.Tensor] = []
         self.flags: list[int] = []
         # known before the run for a bundle, because its inputs are leaves
@@ -238,15 +238,15 @@ class CallRun:
         self._has_graph = False
         self._reentrant = False  # see `GraphEdges`
         self._known: set[int] = set()  # ids of inputs and captures, once they are needed
-        # results that are stray leaves themselves: they are nodes of the graph, as captures are
+        # results that are stray leaves themselves; like captures, they are nodes of the graph
         self._kept_leaves: list[torch.Tensor] = []
-        # Eager backwards are run for the losses of the items, from the first item on.
+        # if given, eager backwards run for the losses of the items, from the first item on
         self.eager = eager
-        # gradients of the inputs; of captures, too, unless these are added up
+        # gradients of the inputs, and also of the captures unless these are added up
         self.gradients: list[torch.Tensor | None] = []
         self.wanted: list[int] = []  # numbers of these inputs
         self.has_begun = False  # an eager backward has begun, so the call's graph may not be whole
-        # The sum of this call alone. It is added to the function's sum as a whole, or not at all.
+        # The sum of this call alone. Either all of it is added to the function's sum, or nothing.
         self.sums = None
         if eager is not None and function.edges and not eager.apart:
             self.sums = CaptureSums()
@@ -270,14 +270,14 @@ class CallRun:
                 self._kept_leaves.append(found[number])
 
     def note_errors(self, found: Sequence[torch.Tensor]) -> None:
-        """Find what a backward of the results of an item would raise."""
+        """Find the errors that a backward of an item's results would raise."""
         self.errors += [
             (len(self.tensors) + number, words) for number, words in errors_behind(found).items()
         ]
 
     def connect(self, found: Sequence[torch.Tensor], reentrant: bool) -> list[torch.Tensor]:
-        """Connect the results of an item, or of all items, to the graph. Return those that have a
-        graph, for `enter`."""
+        """Connect the results of an item, or of all items, to the graph. Return the results that
+        have a graph, for `enter`."""
         flags = [
             flags_in_graph(tensor, self._given, self._function.captures, self._kept_leaves)
             for tensor in found
@@ -290,7 +290,7 @@ class CallRun:
         ]
         alone = not self._call.bundle
         if alone:
-            # now a non-leaf input is kept alive only by tensors that were made from it
+            # now only tensors that were made from a non-leaf input keep it alive
             self._given.clear()
             self.inputs = edges_at(self._entrances) if self._entrances else []
         if not outputs or torch.is_inference_mode_enabled():
@@ -317,7 +317,7 @@ class CallRun:
         """
         outputs = self.connect(found, reentrant)
         if outputs and hooks == HOOKS.count and self._differentiate(item, found, reentrant, stage):
-            # nothing refers to the graph now, so the next graph can use its memory
+            # nothing refers to the graph now, so the next graph can reuse its memory
             return [tensor.detach() for tensor in found]
         if outputs:
             self.enter(outputs, reentrant)
@@ -326,7 +326,8 @@ class CallRun:
     def _differentiate(
         self, item: int, tensors: list[torch.Tensor], reentrant: bool, stage: Stage
     ) -> bool:
-        """Run the backward of an item's loss. Return whether it has run and the graph can go."""
+        """Run the backward of an item's loss. Return whether it has run and the graph can be
+        dropped."""
         loss, captures, how = loss_of(tensors), self._function.edges, self.eager
         if loss is None or how is None or item != self._differentiated:
             return False
@@ -338,7 +339,7 @@ class CallRun:
             return False
         self.has_begun = True
         started = time.perf_counter()
-        # the caller does not ask for gradients of unused inputs
+        # the caller does not request gradients of unused inputs
         wanted = [number for number in self._own_inputs[item] if number not in self.unused]
         try:
             edges = [
@@ -349,13 +350,13 @@ class CallRun:
             with self._early:
                 found = gradients_at(edges, (edge_of(loss),), (gradient,), reentrant, how.keeps)
         except BaseException:
-            # the caller's backward, which makes the graph again, will raise the error again
+            # the caller's backward, which rebuilds the graph, will raise the error again
             return False
         finally:
             stage.differentiated(started)
         for place, grad in enumerate(found):
             if grad is not None and grad.layout is not torch.strided:
-                # its indices may be a tensor that the function keeps, and writes to later
+                # the function may keep the tensor of its indices, and write to it later
                 found[place] = grad.clone()
         if self.sums is not None:
             self.sums.add(found[len(wanted) :])
@@ -367,11 +368,11 @@ class CallRun:
 
     @property
     def is_differentiated(self) -> bool:
-        """Whether the backwards of all items were eager ones."""
+        """Whether the eager backwards of all items have run."""
         return self._differentiated == len(self._own_inputs)
 
     def end(self) -> None:
-        """Make the graph, after all items have run."""
+        """Make the graph after all items have run."""
         if self._has_graph:
             function = self._function
             devices = self._worker_device.device_map(
@@ -388,8 +389,8 @@ def arguments(
     modules: Namespaces,
     filters: TaskFilters,
 ) -> tuple[Sequence[Any], dict[str, Any]]:
-    """Return (args, kwargs) of the item at `offset`, whose structure is `shape`. Its tensors come
-    first, then those of dependencies' results."""
+    """Return (args, kwargs) of the item at `offset`, whose structure is `shape`. `tensors` are the
+    item's tensors, followed by those of the dependencies' results."""
     own, dependency_results = len(tensors), list[Any]()
     if call.dependency_results:
         own -= sum([count for _, count in call.dependency_results])
@@ -409,7 +410,7 @@ def arguments(
     streams = Streams()
     with filters:  # suspended
         args, kwargs = loads_whole(shape, tensors[:own], dependency_results, modules, streams)
-    streams.begin(call.item + offset)  # for generators that are captured by code in the item
+    streams.begin(call.item + offset)  # for generators that code in the item captures
     return args, kwargs
 
 
@@ -422,7 +423,7 @@ def has_objects(call: ForwardCall, shape: Structure) -> bool:
 
 def flags_in_graph(tensor: torch.Tensor, *given: Sequence[torch.Tensor]) -> int:
     """Return the flags of a result. A leaf that `fn` was given is a node of the graph. A leaf that
-    `fn` made is a fresh leaf in the parent, too."""
+    `fn` made is also a new leaf in the parent."""
     if type(tensor) is torch.Tensor:  # most are
         if not tensor.requires_grad:
             return LEAF
@@ -444,8 +445,8 @@ def unused_inputs(
     outputs: Sequence[torch.Tensor],
     reentrant: bool,
 ) -> list[int]:
-    """Return `Result.unused`: leaves with hooks that no output depends on, and inputs for which
-    `edges_at` found no edge."""
+    """Return `Result.unused`: inputs for which `edges_at` found no edge, and leaves with hooks that
+    no output depends on."""
     looked_for = {
         id(edge): number
         for number in with_more_behind(refs)
@@ -458,8 +459,8 @@ def unused_inputs(
 
 
 def result_structure(value: Any, kind: str) -> tuple[Structure, list[torch.Tensor]]:
-    """Return the structure of a result, and its tensors. `kind` is that of the pool's devices, if
-    it has any.
+    """Return the structure of a result, and its tensors. `kind` is the kind of the pool's devices,
+    if it has any.
 
     Raises:
         UncarriedResultError: the result cannot be sent.
@@ -492,7 +493,7 @@ def result_structure(value: Any, kind: str) -> tuple[Structure, list[torch.Tenso
 
 
 def loss_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Return the only result of an item that needs a gradient, if it is a number; otherwise
+    """Return the only result of an item that needs a gradient, if it is a loss. Otherwise return
     None."""
     needing = [tensor for tensor in tensors if tensor.requires_grad]
     if len(needing) != 1:
@@ -501,8 +502,9 @@ def loss_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def own_inputs(call: ForwardCall) -> Sequence[range]:
-    """Return, for each item, the numbers of its tensors among the call's that need gradients."""
-    # how many tensors that need gradients come before each tensor
+    """Return, for each item, the numbers of its tensors that need gradients. The numbers count all
+    such tensors of the call."""
+    # for each tensor, how many tensors that need gradients come before it
     ends = [
         0,
         *itertools.accumulate(bool(flags & REQUIRES_GRAD) for flags in flags_in(call.tensors)),
@@ -516,12 +518,12 @@ def own_inputs(call: ForwardCall) -> Sequence[range]:
 
 
 class ForwardAnswer:
-    """The results of a chunk's calls that were not sent yet."""
+    """The results of a chunk's calls that have not been sent."""
 
     def __init__(self, chunk: int, function: Function | None) -> None:
         self.chunk = chunk
         self.function = function
-        self.sent = 0  # the number of outcomes that were sent before
+        self.sent = 0  # the number of outcomes that are already sent
         self.began = time.perf_counter()  # after the calls whose outcomes were sent
         self.ended = self.began  # after the last call
         self._begin()
@@ -532,7 +534,7 @@ class ForwardAnswer:
         self.own_seconds = self.eager_seconds = self.failed_seconds = 0.0
 
     def take(self, runner: Runner, more: bool) -> tuple[Results, Payload]:
-        """Return what there is, and begin anew."""
+        """Return the results so far, and forget them."""
         function, payload = self.function, self.payload
         if function is not None and not more:
             function.containers.warn_of_writes(runner.task_warnings)
@@ -554,11 +556,11 @@ class ForwardAnswer:
 
 
 class BackwardAnswer:
-    """The gradients of a chunk's backwards that were not sent yet."""
+    """The gradients of a chunk's backwards that have not been sent."""
 
     def __init__(self, chunk: int) -> None:
         self.chunk = chunk
-        self.sent = 0  # the number of outcomes that were sent before
+        self.sent = 0  # the number of outcomes that are already sent
         self._begin()
 
     def _begin(self) -> None:
@@ -568,7 +570,7 @@ class BackwardAnswer:
         self.errors: list[tuple[int, Sequence[tuple[int, str]]]] = []
 
     def take(self, runner: Runner, more: bool) -> tuple[Gradients, Payload]:
-        """Return what there is, and begin anew."""
+        """Return the gradients so far, and forget them."""
         payload = self.payload
         gradients = Gradients(
             self.chunk, self.outcomes, *runner.take_notes(), self.reached, self.errors, more
@@ -589,8 +591,8 @@ class BackwardResult(NamedTuple):
 
 
 class Runner:
-    """Answers `Forward`, `Backwards` and `Collect`. What is kept of them is in the graph table, the
-    memory, and the sums of functions."""
+    """Answers `Forward`, `Backwards` and `Collect`. The graph table, the memory, and the sums of
+    functions store what is needed later."""
 
     def __init__(
         self,
@@ -614,17 +616,18 @@ class Runner:
         self.done = 0  # the number of calls or backwards of the last chunk that ran
 
     def take_early(self) -> tuple[Results | Gradients, Payload] | None:
-        """Return what the current chunk has given up to now, if that was not sent."""
+        """Return the outcomes of the current chunk that have not been sent, or None."""
         answer = self._answer
         return answer.take(self, more=True) if answer is not None and answer.outcomes else None
 
     def take_notes(self) -> tuple[list[WarningReport], list[int], int]:
-        """Return the warnings and dropped graphs since the last answer, and the kept bytes."""
+        """Return the warnings and dropped graphs since the last answer, and the size of the kept
+        graphs."""
         return self.task_warnings.take(), self._graphs.take_dropped(), self._graphs.nbytes
 
     @contextlib.contextmanager
     def _answering(self, answer: ForwardAnswer | BackwardAnswer) -> Iterator[None]:
-        """Within this, finished outcomes of the answer may be sent early."""
+        """Let finished outcomes of the answer be sent early while the body runs."""
         outer, self._answer = self._answer, answer
         try:
             yield
@@ -646,8 +649,8 @@ class Runner:
             self.task_warnings.filters,
         ):
             for position, call in enumerate(calls):
-                # Noted before the check. Some time after the caller has marked a chunk as skipped,
-                # it takes back the calls that were not noted.
+                # This is recorded before the check. Some time after the caller has marked a chunk
+                # as skipped, it takes back the calls that were not recorded.
                 self._progress.begin(chunk, position)
                 if self._progress.is_skipped(chunk):
                     break
@@ -661,7 +664,7 @@ class Runner:
                     else found
                 )
                 answer.outcomes.append(outcome)
-                # raises if the device cannot go on after an error, which ends the worker
+                # this raises if an error has made the device unusable, which ends the worker
                 self._worker_device.finish()
                 if function is None:
                     self._memory.give_back_unread(call)
@@ -686,14 +689,14 @@ class Runner:
         answer: ForwardAnswer,
         stage: Stage,
     ) -> Result | Failure:
-        """Return the outcome of a call. Its memory is lent, and its graph is put into the table if
-        it is kept."""
+        """Return the outcome of a call. Lend its memory, and add its graph to the table if it is
+        kept."""
         before = self._graphs.memory_in_use()
         try:
             eager = None if function.code.is_cut_short else message.eager
             run = self._run(message, call, function, incoming, stage, eager)
             packed = self._pack(run, call.origin, stage)
-            # Not before the run: meanwhile an earlier payload may have been sent.
+            # read only now, because the payload may have been sent during the run
             payload = answer.payload
             refs = self._memory.lend(packed, payload)
             graph = run.graph
@@ -718,7 +721,7 @@ class Runner:
             if graph is not None:
                 self._graphs.keep(call.call, graph, self._graphs.memory_in_use() - before)
                 self._graphs.trim()
-            # added last, so that the sum has no gradients of a call that fails
+            # added last, so that the sum does not contain gradients of a failed call
             if sums is not None:
                 function.sums[None, ()].add(sums.sums)
             return result
@@ -735,8 +738,8 @@ class Runner:
         stage: Stage,
         eager: EagerOptions | None = None,
     ) -> CallRun:
-        """Run a call for its results, or a second time for its graph. `stage` records how far it
-        came."""
+        """Run a call for its results, or a second time for its graph. `stage` records its
+        progress."""
         worker_device, kind, begin_item = (
             self._worker_device,
             self._memory.packer.kind,
@@ -798,8 +801,8 @@ class Runner:
         pickled: Structure,
         stage: Stage,
     ) -> tuple[Any, Copies, object]:
-        """Return what the function gives for an item, the leaves that its arguments brought, and
-        the arguments, which keep these leaves alive.
+        """Return the function's value for an item, the leaves that its arguments brought, and the
+        arguments, which keep these leaves alive.
 
         `own` are the item's tensors.
         """
@@ -825,16 +828,16 @@ class Runner:
             return value, copied, (args, kwargs)
 
     def _pack(self, run: CallRun, origin: int, stage: Stage) -> list[PackedTensor] | PackedTensors:
-        """Copy the results' tensors for devices of the caller. The call came from device
+        """Copy the results' tensors for the caller's devices. The call came from device
         `origin`."""
         packer = self._memory.packer
         if len(run.shapes) > 1:
-            # If memory is short, there may be room for the tensors one by one. If not, the error
-            # then names the tensor.
+            # If memory is short, the tensors may fit one by one. Otherwise the error then names the
+            # tensor.
             with contextlib.suppress(SharedMemoryError):
                 if (together := packer.together(run.tensors, run.flags)) is not None:
                     return together
-        # the last iterator may be endless
+        # the last iterator may be infinite
         rows = zip(
             run.tensors,
             run.flags,
@@ -849,13 +852,12 @@ class Runner:
     def _lend_gradients(
         self, call: int, run: CallRun, graph: GraphEdges, payload: Payload
     ) -> Sequence[TensorRef | None] | None:
-        """Lend the gradients of losses. Return None if not all are available; the caller then sends
+        """Lend the gradients of losses. Return None if not all are available. The caller then sends
         the backward."""
         gradients = None
         if run.is_differentiated:
             caller_devices = graph.caller_devices(run.wanted, run.sums is None)
-            # Without room for the gradients, there may still be room for the result, which matters
-            # more.
+            # If there is no room for the gradients, the result, which matters more, may still fit.
             with contextlib.suppress(Exception):
                 gradients = self._memory.lend_all(run.gradients, caller_devices, payload)
         if gradients is None:
@@ -908,8 +910,8 @@ class Runner:
     def _step(
         self, step: Recompute | RecomputeBackward | BackwardCall, incoming: memoryview, stage: Stage
     ) -> BackwardResult | None:
-        """Run a backward, or a step that makes the graph that it needs. Return None if the graph
-        that the step starts from is not here any more."""
+        """Run a backward, or a step that rebuilds the graph that it needs. Return None if the graph
+        that the step starts from is gone."""
         if isinstance(step, BackwardCall):
             return self._differentiate(step, incoming, stage)
         with self.task_warnings.muted(), FOLLOWER.within(step.environment), under(step.modes):
@@ -918,10 +920,10 @@ class Runner:
             return self._run_again(step, incoming, stage)
 
     def _run_again(self, step: Recompute, incoming: memoryview, stage: Stage) -> BackwardResult:
-        """Make the graph of a call again, and keep it. If the step is `consumed`, also run through
-        the graph, so that it is used up."""
+        """Rebuild the graph of a call, and keep it. If the step is `consumed`, also run through the
+        graph, so that it is used up."""
         call = step.call.call
-        # the graph is still here, because the backward that should have been the last has failed
+        # the graph is still here, because the intended last backward has failed
         if step.consumed and call in self._graphs:
             self._memory.give_back_unread(step)
             return BackwardResult()
@@ -933,7 +935,7 @@ class Runner:
         with function.running():
             run = self._run(step, step.call, function, incoming, stage)
         if run.graph is None:
-            raise RuntimeError(f"nothing that the function gave needed gradients {WHEN_RUN_AGAIN}")
+            raise RuntimeError(f"no output of the function needed gradients {WHEN_RUN_AGAIN}")
         if step.consumed:
             run_through(run, run.graph)
         self._graphs.keep(call, run.graph, self._graphs.memory_in_use() - before)
@@ -944,7 +946,7 @@ class Runner:
     def _differentiate(
         self, call: BackwardCall, incoming: memoryview, stage: Stage
     ) -> BackwardResult | None:
-        """Return the wanted gradients, or None if the graph is not here any more."""
+        """Return the requested gradients, or None if the graph is gone."""
         graph = self._graphs.find(call.call)
         if graph is None:
             self._memory.give_back_unread(call)
@@ -987,7 +989,7 @@ class Runner:
                 derived = graph.derived(connected, edges_at(entrances), call.grads)
                 self._graphs.keep(call.graph, derived, self._graphs.memory_in_use() - before)
         elif call.last:
-            # Dropped now, while it is in the cache, so that the next graph can use its memory.
+            # dropped while it is in the CPU's cache, so that the next graph can reuse its memory
             self._graphs.release(call.call)
         elif not call.keep:
             self._graphs.note_emptied(call.call)
@@ -999,7 +1001,7 @@ class Runner:
         )
 
     def collect(self, message: Collect, incoming: memoryview) -> tuple[CollectedSums, Payload]:
-        """Send a sum and forget it. If there is none, send no gradients and 0 calls."""
+        """Send a sum and forget it. Without a sum, send no gradients and 0 calls."""
         payload = Payload()
         function = self._functions.get(message.function)
         if not isinstance(function, Function):
@@ -1020,8 +1022,8 @@ class Runner:
 
 
 def added_up(given: list[torch.Tensor], parts: Sequence[int]) -> Sequence[torch.Tensor | None]:
-    """Return one gradient for each output: the sum of as many gradients as `parts` says, or None
-    for 0."""
+    """Return one gradient for each output: the sum of its gradients, whose number is in `parts`, or
+    None if that is 0."""
     if set(parts) == {1}:
         return given
     rest = iter(given)
@@ -1032,11 +1034,10 @@ def added_up(given: list[torch.Tensor], parts: Sequence[int]) -> Sequence[torch.
 
 
 def run_through(run: CallRun, graph: GraphEdges) -> None:
-    """Run through a graph that was made again after an earlier run had used it up and it was
-    dropped.
+    """Run through a rebuilt graph that had been used up before it was dropped.
 
-    So PyTorch itself decides what a second backward finds. The gradients are ones. Errors are
-    ignored, whether they come from the user's code or from anomaly mode.
+    So PyTorch itself decides what a second backward finds. The gradients are ones. Errors of the
+    user's code and of anomaly mode are ignored.
     """
     pairs = zip(run.tensors, run.flags, strict=True)
     grads = [

@@ -1,10 +1,11 @@
-"""Calls on their way to a worker and back: packed, delivered, collected. Caller only.
+"""Packs calls, and turns what workers return into results. This package runs in the caller only.
 
-Imports `autograd`, `pickling`, `wire` and what is below them; knows no worker and no engine.
+It imports `autograd`, `pickling`, `wire` and the packages below them, but neither workers nor
+engines.
 
-    packing      a call, or a bundle of calls, as bytes and slots; on which device it runs
-    operations   one map, submit or reduce, from packed calls to results; dependencies to results;
-                 what came of a call: a result, or an exception
-    backwards    what comes of backwards: gradients, or an exception
-    futures      a future whose state no lock guards
+    packing      packs a call, or a bundle of calls, as bytes and slots, and chooses its device
+    operations   takes one map, submit or reduce from packed calls to results, which may be inputs
+                 of other calls; the outcome of a call is a result or an exception
+    backwards    turns the answers to backwards into gradients or exceptions
+    futures      a future without a lock
 """

@@ -1,4 +1,4 @@
-"""`UnlockedFuture` is a `concurrent.futures.Future` whose state no lock guards. Caller's side.
+"""`UnlockedFuture` is a `concurrent.futures.Future` without a lock. It is used in the caller only.
 
 A thread that is inside a future's lock may be interrupted by a signal, and the handler may wait for
 the pool. If the scheduling thread needed that lock, both would wait forever. So each step is one
@@ -15,7 +15,7 @@ read its state, and register a *waiter*, whose event they wait for. Here they fi
     _condition    `FrozenState` does not block. Its thread always sees the same state.
     _waiters      `WaiterTable` registers a waiter unless the thread has seen a state that is final.
     event         `EndedFutures` keeps the futures that have ended, for the waiter's own thread.
-Guarantees: a waiter is notified of each future once, if it has seen the future before its end.
+Guarantees: a waiter is notified once of each future that it has seen before the future's end.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class UnlockedFuture(concurrent.futures.Future[R]):
 
     def __init__(self) -> None:
         # `Future.__init__` would make the lock, so it is not called.
-        # The first to set the only entry decides whether it runs or is cancelled.
+        # The thread that sets the only entry first decides whether the call runs or is cancelled.
         self._course: dict[None, str] = {}
         self._has_ended = False
         self._result = None
@@ -78,12 +78,12 @@ class UnlockedFuture(concurrent.futures.Future[R]):
         """See `concurrent.futures`."""
         callback = functools.partial(call_back, fn)
         self._callbacks.append(callback)
-        # If it is not in the list any more, `_tell` has it.
+        # If the callback is no longer in the list, `_tell` has taken it.
         if self.done() and taken_from(self._callbacks, callback):
             callback(self)
 
     def _starts(self) -> bool:
-        """Note that the call begins, perhaps once more. Return False if it was cancelled before."""
+        """Note that the call begins, perhaps again. Return False if it was cancelled before."""
         return self._course.setdefault(None, RUNNING) == RUNNING
 
     def _end(self, exception: BaseException | None) -> None:
@@ -98,7 +98,7 @@ class UnlockedFuture(concurrent.futures.Future[R]):
     def _tell(self) -> None:
         self._ring()
         while self._callbacks:
-            # Another thread may be faster.
+            # Another thread may have taken the last one.
             with contextlib.suppress(IndexError):
                 later(self._callbacks.pop(0), self)
 
@@ -135,7 +135,7 @@ def call_back(
 
 
 def taken_from(items: list[Any], item: object) -> bool:
-    """Remove the item. Return False if it is not there any more."""
+    """Remove the item. Return False if it was already removed."""
     try:
         items.remove(item)
     except ValueError:
@@ -146,8 +146,8 @@ def taken_from(items: list[Any], item: object) -> bool:
 class FrozenState:
     """Replaces the lock of a future. It does not block.
 
-    Between `acquire` and `release` its thread sees the state that it has read first. A signal
-    handler that runs in between sees the same state.
+    Between `acquire` and `release`, a thread always sees the state that it read first. So does a
+    signal handler that runs in between.
     """
 
     def __init__(self, future: UnlockedFuture[Any]) -> None:
@@ -182,7 +182,7 @@ class WaiterTable:
     def append(self, waiter: Any) -> None:
         if not isinstance(waiter.event, EndedFutures):
             waiter.event = EndedFutures(waiter)
-        # The state as the waiter's thread has seen it. If it was final, the waiter is not notified.
+        # If the waiter's thread has seen a final state, the waiter is not notified.
         if self._future._state in FINAL:
             return
         self._future._bells.append(waiter.event)
@@ -196,8 +196,8 @@ class WaiterTable:
 class EndedFutures:
     """Replaces the event of a waiter.
 
-    `threading.Event` has a lock, which the waiter's thread may hold while a handler of a signal
-    runs. The queue has none, and the waiter's thread itself notes the futures that have ended.
+    `threading.Event` has a lock, which the waiter's thread may hold while a signal handler runs.
+    The queue has none, and the waiter's thread itself notes the futures that have ended.
     """
 
     def __init__(self, waiter: Any) -> None:

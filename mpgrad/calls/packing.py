@@ -1,12 +1,12 @@
 """A call that is ready to send: its arguments as bytes and references, its function and its options
-(`OperationOptions`), and the workers that may run it. Caller only.
+(`OperationOptions`), and the workers that may run it. This module runs in the caller only.
 
 Pickle would copy tensors and lose their history. Here they are packed where a worker can read them,
-and enter the operation through gates. If another call has yet to give a result, the result's place
-holds a number, and the scheduler puts the result in when it comes.
+and enter the operation through gates. If an argument is the result of a call that still runs, a
+number takes its place, and the scheduler inserts the result when it comes.
 
 A serial loop runs on the device of its tensors, and so does a call, unless `device=` is given. All
-results go back to the device that the call came from, so nobody sees where the call ran.
+results go back to the device that the call came from, so the caller cannot tell where the call ran.
 """
 
 from __future__ import annotations
@@ -75,21 +75,22 @@ __all__ = [
 ]
 
 Arguments = tuple[Sequence[Any], dict[str, Any]]
-# by id of the tensor, which the entry keeps from being another's
+# by id of the tensor; the entry keeps the tensor alive, so no other tensor can get its id
 Shared = dict[int, tuple[torch.Tensor, PackedTensor]]
 
 
 class PickledFunction(NamedTuple):
-    """A function as bytes and captures, as it is now."""
+    """A function in its present state, as bytes and captures."""
 
     pickled: bytes
-    # its own, then those of the state; `Root`s among them until these are drawn
+    # The function's own captures come first, then the state's. Some are `Root`s until `drawn` has
+    # replaced these.
     captures: list[torch.Tensor]
-    # those that look at the same memory in the caller do so in a worker
+    # Captures that share memory in the caller also share memory in a worker.
     captures_share_memory: bool
-    state: ModuleSnapshot | None  # of the user's modules, where it uses these
+    state: ModuleSnapshot | None  # the user's modules, if the function uses any
     shared: Sequence[int]  # see `state.SharingPickle`
-    seconds: float = 0.0  # that were taken to find out what it holds, and to pickle it
+    seconds: float = 0.0  # the time to examine the function and to pickle it
 
 
 def pickled_function(
@@ -98,12 +99,15 @@ def pickled_function(
     first: Sequence[Arguments] = (),
     recent: state.RecentFunctions | None = None,
 ) -> PickledFunction:
-    """`kind` is that of the pool's devices, if it has some. `first`: arguments of calls; others
-    will be like them. `recent`: the pool's functions that were pickled before.
+    """Pickle the function.
+
+    `kind` is the type of the pool's devices, if it has any. `first` holds the arguments of some
+    calls; other calls will be similar. `recent` holds the pool's functions that were pickled
+    before.
 
     Raises:
-    TypeError, pickle.PicklingError: the function, or a tensor that it captures, cannot be sent.
-    Exception: what its own code raised when it was to be pickled.
+        TypeError, pickle.PicklingError: the function, or a tensor that it captures, cannot be sent.
+        Exception: the function's own code raised it during pickling.
     """
     started = time.perf_counter()
     try:
@@ -122,8 +126,8 @@ def pickled_function(
 
 
 class SharedFunction:
-    """A function as it is during one operation, or during lone calls in a row: its pickle, and its
-    captures in one slot of shared memory."""
+    """The pickle of a function, and its captures in one slot of shared memory, for one operation or
+    for successive single calls."""
 
     numbers = itertools.count(1)
 
@@ -136,14 +140,14 @@ class SharedFunction:
         request: Request | None = None,
         of_lone_calls: bool = False,
     ) -> None:
-        """With `of_lone_calls`, later operations of one call may have this same function."""
+        """With `of_lone_calls`, later operations of one call may reuse this object."""
         self.of_lone_calls = of_lone_calls
         self.pickled, captures, sharing, self.state, self.shared, self.seconds = function
         self.names = names
         self.number = next(self.numbers)
         self.code = 0  # the scheduler's number of the pickle
-        # some worker got the pickle in this operation: its first call took longer (asked by
-        # `cheap_calls`)
+        # A worker got the pickle in this operation, so its first call took longer. `CheapCalls`
+        # reads this.
         self.is_new = False
         self.gathers = request is not None and request.gathers
         staged = request is not None and request.staged
@@ -164,25 +168,24 @@ class SharedFunction:
 
 
 class OperationOptions(NamedTuple):
-    """What is asked of all calls of an operation, and what they run with: again, too, where a graph
-    is lost."""
+    """The options of all calls of an operation, and what they run with. They also apply if a call
+    runs again because its graph was lost."""
 
     function: SharedFunction
     modes: Modes
     seed: int | None
     story: Story  # what happens to the calls
-    environment: bytes | None = (
-        None  # see `mpgrad.environment.EnvironmentChanges`; None: workers follow none
-    )
+    # see `mpgrad.environment.EnvironmentChanges`; None if workers do not follow the environment
+    environment: bytes | None = None
     chunksize: int | None = None
     timeout: float | None = None  # seconds for each call
     stop_at_failure: bool = True
-    return_errors: bool = False  # in the place of the results that they prevented
-    request: Request | None = None  # where its calls are to run
-    eager: EagerOptions | None = None  # how backwards of losses are run with the calls
-    # what calls are given is all there, and all results are waited for together
+    return_errors: bool = False  # in place of the results of calls that failed
+    request: Request | None = None  # the devices on which its calls run
+    eager: EagerOptions | None = None  # how backwards of losses run with the calls
+    # All arguments exist, and the caller waits for all results together.
     at_rest: bool = False
-    # likewise, and calls that have run may run again: so results may stay in a worker for a while
+    # It is at rest, and calls may run again. So results may stay in a worker for a while.
     together: bool = False
 
 
@@ -190,10 +193,10 @@ NONE_FAILED: Mapping[int, Any] = types.MappingProxyType({})
 
 
 class PackedCall:
-    """One call, ready to send; while its graph may be needed, also the lineage of that.
+    """One call, ready to send. It is kept to rebuild its graph as long as the graph may be needed.
 
-    A call has one item, or many: a bundle of cheap items of a map, whose care one by one would take
-    longer than they do.
+    A call has one item, or a bundle of cheap items of a map. Handling each of these by itself would
+    take longer than running it.
     """
 
     __slots__ = (
@@ -229,32 +232,32 @@ class PackedCall:
         dependencies: Sequence[Any] = (),
     ) -> None:
         self.index = index
-        self.item = index  # the number of its item, or of its first one, in the operation
+        self.item = index  # the number of its only or first item in the operation
         self.items = 1
         self.bundle: Parts = ()  # the arguments of each item
-        # of a bundle: those of its tensors that need gradients
+        # the tensors of a bundle that need gradients
         self.leaves: Sequence[torch.Tensor] = ()
-        self.leaf_items: Sequence[int] = ()  # the item of each
-        # of a bundle whose other items go on: what failed (`operations.FailedResult`), by place
+        self.leaf_items: Sequence[int] = ()  # the item of each leaf
+        # the `operations.FailedResult`s of a bundle, by place, if its other items go on
         self.failed: Mapping[int, Any] = NONE_FAILED
         self.structure = shape
         self.packed: list[PackedTensor] | PackedTensors = packed
-        # `operations.Dependency`s: until the call has its node, or turns out to need none
+        # The `operations.Dependency`s are kept until the call has its node, or needs none.
         self.dependencies = dependencies
-        # what they led to: their tensors are the last of `packed`
+        # The tensors of these results are the last of `packed`.
         self.dependency_results: Parts = ()
         self.gated: Sequence[torch.Tensor] = ()
-        # with their versions: gradients were off, but `fn` may want them
+        # tensors with their versions; gradients were off, but `fn` may enable them
         self.ungated: Sequence[tuple[torch.Tensor, int]] = ()
         self.inputs_lent: Sequence[tuple[torch.Tensor, int]] = ()
         self.route: frozenset[int] | None = None  # devices whose workers may run it; None: any
         self.origin = 0  # the device it comes from
-        self.deaths = 0  # of workers that ran this call
+        self.deaths = 0  # workers that died while they ran this call
         self.timeouts = 0  # how often it took too long
-        self.idle_deaths = 0  # of workers that had it next
+        self.idle_deaths = 0  # workers that died when this call was next
 
     def note_failed(self, place: int, failed: Any) -> None:
-        """An item of a bundle has failed, and is not run again with the others."""
+        """Note that an item of a bundle has failed, and will not run again with the others."""
         self.failed = {**self.failed, place: failed}
 
     def note(self, transition: Transition) -> None:
@@ -262,12 +265,12 @@ class PackedCall:
         self.options.story.note(self.item, transition)
 
     def forget_tensors(self) -> None:
-        """The worker has them, and nobody will ask for them again."""
+        """Drop the tensors. The worker has them, and they will not be sent again."""
         self.packed = []
 
     @property
     def nbytes(self) -> int:
-        """Of its tensors."""
+        """The bytes of its tensors."""
         return (
             self.packed.nbytes
             if isinstance(self.packed, PackedTensors)
@@ -276,7 +279,7 @@ class PackedCall:
 
     @property
     def message_bytes(self) -> int:
-        """Of what is inline in the message: small tensors, and pickles of arguments."""
+        """The bytes that are inline in the message: small tensors, and pickles of arguments."""
         if isinstance(self.packed, PackedTensors):
             total = self.packed.message_bytes
         else:
@@ -293,9 +296,8 @@ class PackedCall:
 class PackingOptions(NamedTuple):
     """How the calls of an operation are packed.
 
-    `known`: see `state.dumps_arguments`. `streams`: of the generators that items hold. `shared`
-    remembers what was packed, by the tensor's id, for operations whose calls have tensors in
-    common.
+    For `known`, see `state.dumps_arguments`. `streams` belong to the generators that items hold.
+    `shared` remembers packed tensors by id, for operations whose calls have tensors in common.
     """
 
     packer: Packer
@@ -313,16 +315,16 @@ def pack_call(
     kwargs: dict[str, Any],
     item: int | None = None,
 ) -> PackedCall:
-    """Copy the arguments' tensors to where a worker can read them, and let those that need
+    """Copy the arguments' tensors to where a worker can read them, and pass those that need
     gradients through a gate.
 
-    `item` is the number that errors name, where that is not `index`.
+    Errors name `item`, or `index` if it is None.
 
     Raises:
-        TypeError, pickle.PicklingError: an argument cannot be sent; names the item.
-        SharedMemoryError: no room for a tensor.
+        TypeError, pickle.PicklingError: an argument cannot be sent. The message names the item.
+        SharedMemoryError: shared memory has no room for a tensor.
     """
-    # torch.func's, which follow none of these tensors; they would wrap all that is made here
+    # torch.func's transforms follow none of these tensors, but would wrap all that is made here.
     if transforms_are_active():
         with outside_transforms():
             return pack_call(packing, index, args, kwargs, item)
@@ -361,15 +363,15 @@ def pack_call(
 def pack_bundle(
     packing: PackingOptions, index: int, calls: Sequence[Arguments], item: int
 ) -> PackedCall | None:
-    """`calls` as one call; None where they have to go one by one. `item` is the number of the
-    first, for errors.
+    """Return the calls as one call, or None if they must be sent one by one. `item` is the number
+    of the first, for errors.
 
-    They share a message, a graph and a node. So their tensors must not be large; and those that
-    need gradients have to be leaves: a history would be walked, and freed, by a backward for
-    another item.
+    The calls share a message, a graph and a node. So their tensors must not be large. Those that
+    need gradients must be leaves, because a backward for another item would walk and free a
+    history.
 
     Raises:
-        TypeError, pickle.PicklingError: an argument cannot be sent; names the item.
+        TypeError, pickle.PicklingError: an argument cannot be sent. The message names the item.
     """
     if transforms_are_active():
         with outside_transforms():
@@ -389,7 +391,7 @@ def pack_bundle(
         with without_subclasses():
             packed = packer.together(together, flags) or list(map(packer.pack, together, flags))
     if isinstance(packed, list) and any(isinstance(each.holder, BorrowedMemory) for each in packed):
-        return None  # one that is written to must not concern others
+        return None  # if one of these tensors is written to, no other item must be affected
     call = PackedCall(index, None, packed)
     call.bundle, call.items = bundle, len(bundle)
     need = [own & REQUIRES_GRAD for own in flags]
@@ -403,7 +405,7 @@ def pack_bundle(
 
 
 class Items(NamedTuple):
-    """What many calls are given: all their tensors, with their flags, and which are whose."""
+    """The arguments of many calls: all tensors, their flags, and which call each belongs to."""
 
     tensors: list[torch.Tensor]
     flags: list[int]
@@ -411,13 +413,13 @@ class Items(NamedTuple):
 
 
 def have_more_behind(items: Items) -> bool:
-    """Whether a backward does more than to add to what needs gradients: see `pack_bundle`."""
+    """Return whether a backward does more than add gradients to leaves; see `pack_bundle`."""
     return any(own & REQUIRES_GRAD and (not own & LEAF or own & HOOKED) for own in set(items.flags))
 
 
 def lone_tensors(calls: Sequence[Arguments]) -> list[torch.Tensor] | None:
-    """The arguments; None where a call has more than a tensor, or none; or where they have
-    attributes, or may have tangents."""
+    """Return the arguments if each call has exactly one argument, a tensor. Return None if not, or
+    if the tensors have attributes, or may have tangents."""
     found = [args[0] for args, kwargs in calls if len(args) == 1 and not kwargs]
     if len(found) < len(calls) or set(map(type, found)) != {torch.Tensor} or dual_level_is_active():
         return None
@@ -431,8 +433,8 @@ def each_item(
     known: ModuleSnapshot | None,
     streams: ItemStreams,
 ) -> Items | None:
-    """None where one of the tensors, or what holds them, is not for a bundle; raises as
-    `pack_bundle`."""
+    """Return the arguments of the calls, or None if a tensor or its container cannot be bundled.
+    Raise errors as `pack_bundle` does."""
     items = Items([], [], [])
     for number, (args, kwargs) in enumerate(calls, first):
         shape, tensors, dependencies = arguments_structure(number, args, kwargs, known, streams)
@@ -454,12 +456,12 @@ def each_item(
 
 
 def ungated(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
-    """With their versions."""
+    """Return the tensors with their versions."""
     return [(tensor, 0 if tensor.is_inference() else tensor._version) for tensor in tensors]
 
 
 def pack_once(packer: Packer, tensor: torch.Tensor, shared: Shared, staged: bool) -> PackedTensor:
-    """As it was packed before for another call of the operation, if it was."""
+    """Pack the tensor, unless it was packed before for another call of the operation."""
     known = shared.get(id(tensor))
     if known is None:
         known = shared[id(tensor)] = (
@@ -470,15 +472,15 @@ def pack_once(packer: Packer, tensor: torch.Tensor, shared: Shared, staged: bool
 
 
 class Futures:
-    """Those among the arguments of a call."""
+    """The futures among the arguments of a call."""
 
     def __init__(self) -> None:
         self.dependencies: list[object] = []
         self._marks: dict[int, tuple[int]] = {}
 
     def mark(self, value: object) -> tuple[int] | None:
-        """The number of a dependency on its result; None where it is no future, or its value is in
-        the caller."""
+        """Return the number of the dependency on a future's result. Return None if the value is not
+        a future, or if its result is in the caller."""
         if not issubclass(type(value), structure.DeferredValue):
             return None
         if id(value) not in self._marks:
@@ -497,8 +499,8 @@ def arguments_structure(
     known: ModuleSnapshot | None,
     streams: ItemStreams,
 ) -> tuple[Structure, list[torch.Tensor], Sequence[Any]]:
-    """The arguments' structure, tensors and dependencies; raises with the item's number where they
-    cannot be sent."""
+    """Return the arguments' structure, tensors and dependencies. If they cannot be sent, raise an
+    error with the item's number."""
     if not kwargs and need_no_pickle(args):
         return len(args), list(args), ()
     futures = Futures()
@@ -521,14 +523,15 @@ def arguments_structure(
         item_not_carried(error, index, args, kwargs)
 
 
-# --- on which device a call runs
+# --- the device on which a call runs
 
 
 Device = str | torch.device
 
 
 def device_count(asked: object) -> int:
-    """Of the kind that is installed; raises where there is none. `asked`: what `devices` was."""
+    """Return the number of devices of the installed kind, or raise an error if there are none.
+    `asked` is the value of `devices`."""
     count = INSTALLED.accelerator.count()
     if not count:
         raise ValueError(
@@ -540,7 +543,7 @@ def device_count(asked: object) -> int:
 
 
 def device_code_named(device: object, name: str) -> int:
-    """The number of a device that the caller named as the argument `name`."""
+    """Return the number of the device that the caller passed as the argument `name`."""
     kind = INSTALLED.accelerator.type
     expected = f'{name} must be "cpu", "{kind}" or like "{kind}:0" ({name}: {device!r})'
     if not isinstance(device, (str, torch.device)):
@@ -562,16 +565,16 @@ def device_code_named(device: object, name: str) -> int:
 
 
 class Request:
-    """Where the calls of one operation are to run: on `wanted` devices, with all they are given; if
-    None, where that lies."""
+    """The devices on which the calls of one operation run. If `wanted` is given, they run there,
+    and their tensors are moved there. If it is None, they run where their tensors are."""
 
     def __init__(self, codes: Sequence[int], wanted: frozenset[int] | None) -> None:
         self._codes = frozenset(codes)
         self._workers = codes
         self._wanted = wanted
-        self._captured = 0  # where the first capture lies that is not on the CPU
+        self._captured = 0  # the device of the first capture that is not on the CPU
         self.gathers = wanted is not None
-        # all goes to workers that can read the CPU's memory only
+        # All tensors go to workers that can only read the CPU's memory.
         self.staged = wanted == frozenset({0})
 
     def note_captures(self, captures: Iterable[torch.Tensor]) -> None:
@@ -581,19 +584,18 @@ class Request:
         return self.of_codes([device_code(tensor) for tensor in tensors])
 
     def of_codes(self, codes: Sequence[int]) -> tuple[frozenset[int] | None, int]:
-        """For a call whose tensors lie there: the devices whose workers may run it (None: all), and
-        the one it comes from.
+        """Return which devices' workers may run a call with tensors on these devices (None: all),
+        and the device that the call comes from.
 
         Raises:
-            ValueError: there is no such worker.
+            ValueError: no worker may run the call.
         """
         if self._wanted is not None:
             return self._but_all(self._wanted), codes[0] if codes else 0
         origin = next(filter(None, codes), self._captured)
         if origin in self._codes:
             return self._but_all(frozenset({origin})), origin
-        # as they are: what the function makes on a GPU of its own accord, it makes on the current
-        # one
+        # All tensors are on the CPU. If the function itself uses a GPU, it uses the current one.
         if origin == 0:
             return None, INSTALLED.accelerator.current() + 1
         others = self._codes - {0}
@@ -602,7 +604,8 @@ class Request:
         return self._but_all(others), origin
 
     def look_again(self, call: Any) -> None:
-        """At a call that others have given something meanwhile. Raises as `of_codes`."""
+        """Set the devices of a call again once the results it depends on have come. Raise errors as
+        `of_codes` does."""
         if not self.gathers or not call.origin:
             call.route, call.origin = self.of_codes(
                 [packed.flags // DEVICE for packed in call.packed]
@@ -613,11 +616,11 @@ class Request:
 
 
 def requested(device: Device | None, codes: tuple[int, ...] | None) -> Request | None:
-    """What `device=` of a call means to a pool whose workers have the devices `codes`; None where
-    nothing need be decided.
+    """Return the request that `device=` makes of a pool whose workers have the devices `codes`, or
+    None if any worker will do.
 
     Raises:
-        ValueError, TypeError: no such device, or no worker there.
+        ValueError, TypeError: the device does not exist, or has no worker.
     """
     if device is None:
         return None if codes is None else Request(codes, None)
@@ -633,7 +636,7 @@ def requested(device: Device | None, codes: tuple[int, ...] | None) -> Request |
 
 
 def no_worker(device: str, codes: Sequence[int]) -> str:
-    """The message of an error."""
+    """Return the message of an error."""
     there = ", ".join(
         f"{count} on {name_of(code)}" for code, count in sorted(Counter(codes).items())
     )
@@ -644,8 +647,8 @@ def no_worker(device: str, codes: Sequence[int]) -> str:
 
 
 def missing_device(codes: Sequence[int], there: Iterable[int]) -> int:
-    """The device that the next worker is to have: of `codes` the first that no worker has who is
-    `there`."""
+    """Return the device for the next worker: the first of `codes` without a worker. `there` holds
+    the devices of the present workers."""
     left = Counter(there)
     for code in codes:
         if left[code] == 0:

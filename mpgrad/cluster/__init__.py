@@ -1,8 +1,9 @@
 """Workers on other machines. This engine sends frames and memory through agents, one on each node.
 
-Caller only, except for `agent` and the agents' ends of the transports. An agent is a process on a
-node. It starts workers as the caller's machine would, replicates the memory that the caller lends
-them, and passes frames on unchanged. A transport carries all of this in both directions.
+This package runs in the caller, except for `agent` and the agents' ends of the transports. An agent
+is a process on a node. It starts workers as the caller's machine would, replicates the memory that
+the caller lends them, and passes frames on unchanged. A transport carries all of this in both
+directions.
 
     engine     the engine, which places workers on agents and notices lost ones; the caller's ends
                of an agent and of its workers' links

@@ -1,11 +1,12 @@
 """The agent: a process on a node of a cluster, between the caller and the workers that the agent
-starts there. Runs on the node; needs no torch. This module also holds what both ends of an agent
-share: how records become bytes, and how they are put into order.
+starts there. It runs on the node, and needs no torch. This module also holds what both ends of an
+agent share: how records become bytes, and how they are put into order.
 
     caller ═══ exchange(number, records) ═══► NodeAgent ── Pipe (Unix socket) ──► worker
            ◄═══ (number, records) ═══════════  │   ◄─ frames ─
                                                └─ slabs: the caller's, replicated here, shared with
                                                          all workers of the agent
+
 The agent passes frames on unchanged. A replica has the same number as the caller's slab, and the
 same offsets, so addresses in frames stay valid. The bytes of tensors that a worker lends to the
 caller are sent inside its frames.
@@ -23,6 +24,7 @@ caller are sent inside its frames.
                         on everything that the worker had answered by then
                    ("overrun", worker, chunk, position)
                    ("refused", worker, why) ("resident", {worker: bytes of its process}) ("closed",)
+
 The agent sends "at" only if the record has changed. It checks before it sends "overrun" or "gone",
 and once a second. While it follows a worker, it checks every 20 ms. The caller asks the agent to
 follow a worker after an interrupt.
@@ -34,6 +36,7 @@ drops duplicates. Memory follows the pickle of the records as raw bytes. It is c
 is packed, and is not copied when it is unpacked.
 
     number of buffers | size of each, and of the pickle | pickle | buffers
+
 `AgentWorker` is the agent's view of a worker. It holds the pipe, the shared memory that the worker
 has announced, and what the agent last reported about the worker.
 
@@ -98,7 +101,7 @@ class Hello(NamedTuple):
     """One end's host and versions; the versions must be the same at both ends."""
 
     host: str
-    versions: dict[str, str]  # of Python (its first two numbers), torch and mpgrad
+    versions: dict[str, str]  # Python's (its first two numbers), torch's and mpgrad's
 
 
 def hello() -> Hello:
@@ -119,7 +122,7 @@ COUNT = struct.Struct("<Q")
 
 
 def packed(records: Sequence[Record]) -> bytes:
-    """Return the records as bytes. No records are no bytes.
+    """Return the records as bytes, which are empty if there are no records.
 
     A `PickleBuffer` in the records becomes a memoryview at the other end.
     """
@@ -391,8 +394,7 @@ class NodeAgent:
         try:
             while (frame := worker.receive_raw()) is not None:
                 worker.heard_at, worker.overrun, worker.bytes_seen = time.monotonic(), None, 0
-                # frames with descriptors are for the agent: descriptors end at this machine's
-                # border
+                # frames with descriptors are for the agent: descriptors cannot leave this machine
                 if frame.header[2]:
                     worker.hear(frame)
                     continue
@@ -517,7 +519,7 @@ class NodeAgent:
         }:
             # not urgent: these go with the next answer
             self._updates.append(("resident", found))
-        # if this agent is lost, no other process knows where its workers were
+        # If this agent is lost, no other process knows where its workers were.
         for worker in self._workers.values():
             self._tell_where(worker)
         self._loop.call_later(RESIDENT_EVERY, self._tell_resident)
@@ -537,7 +539,7 @@ def no_room(nbytes: int, error: OSError) -> str:
         remedy = "raise the limit of the size of files there (ulimit -f, before `ray start`)"
     where, why = socket.gethostname(), error.strerror or str(error)
     return (
-        f"no room in shared memory on node {where} for a tensor ({nbytes:,} bytes asked for; "
+        f"no room in shared memory on node {where} for a tensor ({nbytes:,} bytes requested; "
         f"{why}); {remedy}"
     )
 
@@ -562,10 +564,10 @@ class AgentWorker(Pipe):
         super().__init__(end, blocking=False)
         self.number = number
         self.pid = 0  # 0 until the caller has sent it
-        self.progress_record: memoryview | None = None  # of int64, once the worker has announced it
+        self.progress_record: memoryview | None = None  # int64 numbers, once announced
         self._crash_traceback: int | None = None  # a pipe's descriptor
         self.has_started = False  # its first frame, the `Start`, was sent
-        self.lacking: Pieces = []  # as the worker was last notified
+        self.lacking: Pieces = []  # what the worker was last told
         # seconds for each call of a chunk that is not answered, by chunk, in the order of sending
         self.limits: dict[int, float] = {}
         # on the clock of time.monotonic: the worker's last frame, or the last change of the limits
@@ -573,7 +575,7 @@ class AgentWorker(Pipe):
         # chunk and position of the call that was reported as taking too long
         self.overrun: tuple[int, int] | None = None
         self.alarm: asyncio.TimerHandle | None = None
-        self.bytes_seen = 0  # of an arriving frame, when the alarm was set
+        self.bytes_seen = 0  # bytes of an arriving frame, when the alarm was set
         self.followed_until = 0.0  # on the clock of time.monotonic
         self.told: list[int] = []  # the last reported progress record
 

@@ -1,10 +1,11 @@
 """The engine for workers on other machines. It places workers on agents, one for each node, and
-notices which agents are lost. Caller's side.
+notices which agents are lost. It runs in the caller.
 
     start ──► an agent with room, or a new one ──► AgentLink
     transport's threads ──► inbox ──► wait ──► links with updates
     AgentLink.send ──► records ──► flush ──► Transport.exchange ══► NodeAgent ══╗
                               frames of an AgentLink ◄── take ◄── reply ◄═╝
+
 If the user has given no number of workers, there are as many as fit on the nodes. The number then
 changes when nodes join or leave. Two threads of the engine request the nodes, and send heartbeats
 so that the agents do not count the caller as dead.
@@ -75,7 +76,7 @@ class ClusterEngine:
     def __init__(self, transport: Transport, workers: int | None, patience: float) -> None:
         """Request nodes from the transport.
 
-        `workers` is their number, or None for as many as there is room for.
+        `workers` is the number of workers, or None for as many as fit on the nodes.
 
         Raises:
             ConnectionError: the cluster cannot be reached.
@@ -95,7 +96,7 @@ class ClusterEngine:
         try:
             self._nodes = list(transport.nodes())
             if not any(node.slots for node in self._free_nodes(avoiding=True)):
-                # other programs hold all of the room: wait for them
+                # Other programs use all the room, so wait for them.
                 self._nodes = [node._replace(free=None) for node in self._nodes]
             if workers is None:
                 if not any(node.slots for node in self._nodes):
@@ -126,7 +127,7 @@ class ClusterEngine:
         return AgentLink(number, max(agents, key=lambda agent: agent.free / agent.slots))
 
     def _new_agent(self) -> AgentHandle:
-        """Return an agent for a worker for which no agent has room.
+        """Return an agent for a worker that fits on none of the present agents.
 
         If the engine follows the nodes, an agent takes a whole node. Otherwise the worker goes to
         the node that has the fewest of this pool's workers. An agent that is planned there gets one
@@ -239,11 +240,9 @@ class ClusterEngine:
             agent.is_missed = True
             report(
                 logging.WARNING,
-                "an agent for %d workers (%s) has not come for %g s; other jobs may hold the CPUs "
-                "that it needs, or an "
-                "autoscaler has yet to add a node: end them, wait, or request less (processes; "
-                "workers_per_node or "
-                "cpus_per_worker of mpgrad.Ray)",
+                "an agent for %d workers (%s) has not started for %g s; other jobs may hold the "
+                "CPUs that it needs, or an autoscaler has yet to add a node: end them, wait, or "
+                "request less (processes; workers_per_node or cpus_per_worker of mpgrad.Ray)",
                 agent.slots,
                 f"on node {agent.name}" if agent.name else "wherever there is room",
                 WAITING,
@@ -286,7 +285,7 @@ class ClusterEngine:
         self._ask_now.set()
 
     def check(self, agent: AgentHandle, theirs: Hello) -> None:
-        """Reject a node with other versions, because it could misread what it is sent."""
+        """Reject a node with other versions, because it could misread messages."""
         here, there = self._ours.versions, theirs.versions
         name = next((each for each in SAME if here[each] != there[each]), None)
         if name is None:
@@ -375,8 +374,8 @@ class AgentHandle:
         self._agent: Any = None  # the object by which the transport knows it
         # on the clock of time.monotonic, as are the next two moments
         self.opened_at = math.inf
-        self.idle_since = math.inf  # when its last worker had gone
-        self.is_missed = False  # a warning has reported that it does not come
+        self.idle_since = math.inf  # when its last worker ended
+        self.is_missed = False  # a warning has reported that it has not started
         self._records: list[Record] = []
         self._next_number = 0
         self._arriving = RecordReceiver()
@@ -409,12 +408,12 @@ class AgentHandle:
         return "" if self.hello is None else self.hello.host
 
     def on(self, node: Node | None) -> bool:
-        """Whether the agent is for this node. None is for any node with room."""
+        """Return whether the agent is for this node. None stands for any node with room."""
         return (self.node and self.node.id) == (node and node.id)
 
     @property
     def is_planned(self) -> bool:
-        """Whether the agent is not started yet, so that it may get more places."""
+        """Whether the agent has yet to be started, so that it may get more places."""
         return self.opened_at == math.inf and not self.lost
 
     def open(self) -> None:
@@ -439,7 +438,7 @@ class AgentHandle:
         if self._records and not self.lost:
             records, self._records = self._records, []
             self._exchange(packed(records))
-        # At most once: if each exchange fails at once, a loop until enough are open would not end.
+        # A loop until enough exchanges are open would not end if each exchange failed at once.
         for _ in range(0 if self.lost else POLLS - len(self._pending)):
             self._exchange(b"")
 
@@ -458,7 +457,7 @@ class AgentHandle:
         try:
             reply = partial(self._put_reply, number)
             self.engine.transport.exchange(self._agent, number, content, reply)
-        except Exception as error:  # of the transport's kinds
+        except Exception as error:  # transports have their own exceptions
             self._put_reply(number, error)
 
     def _put_reply(self, exchange: int, reply: tuple[int, bytes | None] | BaseException) -> None:
@@ -471,7 +470,7 @@ class AgentHandle:
     # --- from the agent
 
     def is_silent(self, patience: float) -> str:
-        """Return why the agent counts as dead after so many seconds, or "" if it does not."""
+        """Return why the agent counts as dead after `patience` seconds, or "" if it does not."""
         if self._arriving.silent_for > patience:
             return f"it has sent nothing for {patience:g} s"
         if self._arriving.missing_for > patience:
@@ -509,7 +508,7 @@ class AgentHandle:
                 link.obey(kind, *rest[1:])
 
     def lose(self, why: str) -> None:
-        """Give the agent up, with its workers."""
+        """Give up the agent and its workers."""
         was_planned, self.lost = self.is_planned, why
         for link in self.links.values():
             link.ended = True
@@ -517,13 +516,13 @@ class AgentHandle:
             self.engine.transport.kill_agent(self._agent)
 
     def ask_to_close(self) -> None:
-        """Have the agent report when its workers, which have been told to stop, have ended."""
+        """Have the agent report when its workers, which were asked to stop, have ended."""
         if self.hello is not None and not self.lost:
             self.is_closing = True
             self.tell("close")
 
     def close(self) -> None:
-        """End the agent, which is not needed any more."""
+        """End the agent, which is no longer needed."""
         if not self.lost:
             self.lose("closed")
 
@@ -669,7 +668,7 @@ class AgentLink:
     def introduce(self, slabs: Sequence[Any]) -> None:
         for slab in slabs:
             self.agent.replicas(slab)
-            # alone in its frame, because this frame may have to wait at the agent
+            # The message is alone in its frame, because this frame may have to wait at the agent.
             self.send([NewSlab(slab.number, slab.nbytes)])
 
     def carry(self, holder: Slot | BorrowedMemory) -> None:
@@ -716,7 +715,7 @@ class AgentLink:
         self.agent.flush()
 
     def resident_bytes(self, pid: int) -> int:
-        """Return the number that the agent has reported last. It reports once a second."""
+        """Return the number that the agent last reported. It reports once a second."""
         return self.nbytes_resident
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """A transport through Ray, and the options of a pool's Ray cluster. Agents are actors on Ray's
-nodes. Ray places them, transports bytes, and reports which are dead. Both sides. This module
-imports nothing from Ray until a pool asks for it.
+nodes. Ray places them, transports bytes, and reports which are dead. Both sides use this module. It
+imports nothing from Ray until a pool needs it.
 
 Ray sends small arguments within the call of an actor's method. It sends larger ones through its
 object store, which is slower: an echo to another raylet on the same machine took 1.6 ms for 90 KB
@@ -233,7 +233,7 @@ class RayTransport:
         try:
             alive = [each for each in self._ray.nodes() if each["Alive"]]
             free = self._free_resources()
-        except Exception as error:  # Ray raises many kinds, and documents none
+        except Exception as error:  # Ray raises many kinds, and documents none of them
             raise ConnectionError(
                 f"the Ray cluster does not answer ({type(error).__name__}: {error})"
             ) from error

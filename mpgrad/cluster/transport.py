@@ -1,7 +1,8 @@
 """Transports. A transport reports which nodes exist, starts agents there, and sends bytes between
-the caller and these agents. Both sides; needs no torch.
+the caller and these agents. Both sides use this module, and it needs no torch.
 
     ClusterEngine ── nodes, start_agent, exchange, kill_agent ──► Transport ═══ NodeAgent, on a node
+
 A transport knows nothing about frames or workers. Replies and errors may come in any order, in any
 thread, late, or twice (see `agent.RecordReceiver`).
 
@@ -43,7 +44,7 @@ class AgentOptions(NamedTuple):
     """How to start an agent."""
 
     node: Node | None  # None: on any node, as soon as one has room
-    slots: int  # workers that the agent is to have room for
+    slots: int  # workers that the agent must have room for
     patience: float  # seconds of silence after which each side counts the other as dead
 
 
@@ -95,7 +96,7 @@ class LocalAgent:
         self.connection = Connection(ours.detach())
         self.to_send: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
         self.lock = threading.Lock()
-        self.replies: dict[int, Reply] = {}  # of open exchanges
+        self.replies: dict[int, Reply] = {}  # by number of the open exchange
         self.ended: ConnectionError | None = None
         self.threads = [
             threading.Thread(target=each, name="mpgrad-agent", daemon=True)

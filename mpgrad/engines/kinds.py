@@ -1,8 +1,9 @@
 """Defines the protocol of an engine, which starts workers and reports which have answered or ended,
-and lists the engines by name. Caller's side.
+and lists the engines by name. It runs in the caller.
 
                       scheduler ── start, wait, wake, close ──► Engine
     scheduler ── send, receive, carry, drop, kill, end ──► WorkerLink ════════ Link ── worker's loop
+
 An engine knows nothing of calls, graphs or gradients: its links pass frames on unchanged. To write
 one, give its `Traits`, and start workers that run an entry point of `mpgrad.workers.main` with
 their end of a pipe (`serve_in_process` in a process, `serve` in a thread). Then add it to
@@ -54,7 +55,7 @@ class Traits(NamedTuple):
 class WorkerLink(Link, Protocol):
     """The caller's end of the link to one worker. One thread uses it."""
 
-    number: int  # of the worker
+    number: int  # the worker's number
     # Whether the worker's machine checks which calls take too long, by its own clock. Otherwise the
     # scheduling thread checks it.
     keeps_time: bool
@@ -99,18 +100,19 @@ class WorkerLink(Link, Protocol):
         ended, or while the size is not known. Any thread may call this."""
 
     def has_more(self) -> bool:
-        """Whether `receive` would give a frame, or the end of the link, at this moment."""
+        """Return whether `receive` would return a frame, or report the end of the link, at this
+        moment."""
 
     def skip(self, place: int, chunk: int) -> None:
         """Note a skipped chunk in the worker's `ProgressRecord` if the record is not shared.
         Otherwise do nothing."""
 
     def follow(self, seconds: float) -> None:
-        """Keep the copy of the `progress_record` up to date for so many seconds. Without this, the
-        copy may be out of date except at an overrun and at the end."""
+        """Keep the copy of the `progress_record` up to date for this number of seconds. Without
+        this, the copy may be out of date except at an overrun and at the end."""
 
     def limit(self, chunk: int, seconds: float | None) -> None:
-        """Let each call of the chunk, which is sent next, take so many seconds. None: the chunk is
+        """Let each call of the chunk, which is sent next, take up to `seconds`. None: the chunk is
         answered. Only links with `keeps_time` do this."""
 
     def kill(self, by: int = signal.SIGKILL) -> None:
@@ -118,7 +120,7 @@ class WorkerLink(Link, Protocol):
         ends after its call."""
 
     def end(self) -> None:
-        """Close the link of a worker that has died or was told to stop.
+        """Close the link of a worker that has died or was asked to stop.
 
         If its `exit` is not known yet, a later `wait` returns the link. A worker that does not end
         by itself may be killed.
@@ -141,12 +143,12 @@ class Engine(Protocol):
 
         Raises:
             OSError: the system refuses now; the caller may try again.
-            RuntimeError: no worker can be started any more.
+            RuntimeError: workers can no longer be started.
         """
 
     def wait(self, seconds: float | None) -> Sequence[WorkerLink]:
         """Sleep until workers have answered or ended, or until a thread calls `wake`, but at most
-        so many seconds. Return the links of these workers.
+        this number of seconds. Return the links of these workers.
 
         A closed link is returned once more, when its worker's `exit` is known.
         """
@@ -167,9 +169,9 @@ class EngineRequest(NamedTuple):
     """The options of a pool that matter to some engine."""
 
     workers: int | None = None  # None: as many as there is room for
-    context: BaseContext | str | None = None  # of multiprocessing
+    context: BaseContext | str | None = None  # multiprocessing's
     ray: Any = None  # a `cluster.ray.Ray`
-    threads: int | None = None  # of each worker
+    threads: int | None = None  # for each worker
 
 
 class EngineKind(NamedTuple):
@@ -239,7 +241,7 @@ ENGINES = {
 
 
 def traits_of(engine: str) -> Traits:
-    """Return what distinguishes an engine from others.
+    """Return the traits of an engine.
 
     Raises:
         ValueError: there is no such engine.

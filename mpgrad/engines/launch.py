@@ -1,5 +1,5 @@
-"""Launchers, which start worker processes and threads and tell how these have ended. Caller's side,
-and in agents on other machines.
+"""Launchers, which start worker processes and threads and report how these have ended. They run in
+the caller, and in agents on other machines.
 
 A launcher gives a worker its end of a socket pair, and later reports its exit code.
 `ForkServerLauncher` is the default on Linux: it forks workers from a process that has imported
@@ -79,7 +79,7 @@ __all__ = [
 MAIN_MODULE = threading.Lock()  # held while the main module is hidden
 FORK_SERVER_PATIENCE = 2.0  # seconds that a fork server gets to end
 FORK_SERVER_STAYS = 60  # seconds that it stays after its last pool has ended
-STAYS_LONGER = 10  # seconds after that before it ends by itself
+STAYS_LONGER = 10  # further seconds, after which it ends by itself
 EXIT_GAP = 0.5e-3  # seconds between the first two checks whether a worker has ended
 LAST_STANDARD_STREAM = 2
 
@@ -246,8 +246,8 @@ class ForkServerProcess:
             return found
 
     def _report(self) -> bytes:
-        """Return the next report, or nothing at the end. Raise BlockingIOError if there is none
-        yet."""
+        """Return the next report, or nothing at the end. Raise BlockingIOError if no report has
+        come yet."""
         try:
             return self._control.recv(4096, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -341,9 +341,9 @@ class ForkServerLauncher(Launcher):
 
     @classmethod
     def _leave(cls, fork_server: ForkServerProcess, obeys: bool = True) -> None:
-        """Count one user less. After the last, the fork server stays for a while, unless it is
-        gone, does not obey, the program ends, or this process is a worker, which rarely has more
-        than one pool."""
+        """Count one user fewer. After the last, the fork server stays for a while, unless it is
+        gone or does not obey, or the program ends, or this process is a worker, which rarely has
+        more than one pool."""
         with cls._lock:
             fork_server.users -= 1
             if not fork_server.users:
@@ -442,7 +442,7 @@ class ChildLauncher(Launcher, Generic[P]):
 
     @abstractmethod
     def exited(self, number: int, timeout: float = 0) -> Exit | None:
-        """Do as `Launcher.exited`, but wait so many seconds for the end."""
+        """Do the same as `Launcher.exited`, but wait up to `timeout` seconds for the end."""
 
     def close(self) -> None:
         self.tracker.close()
@@ -485,8 +485,8 @@ class SpawnLauncher(ChildLauncher[subprocess.Popen[bytes]]):
 class ContextLauncher(ChildLauncher[multiprocessing.process.BaseProcess]):
     """Workers started by a context of multiprocessing: "spawn", "fork" or "forkserver".
 
-    No other thread should run during a fork. A module that it imports would be half there in the
-    fork, and a thread could not find the main module while that is hidden.
+    No other thread should run during a fork. A module that it imports would be only half imported
+    in the fork, and a thread could not find the main module while that is hidden.
     """
 
     copies_caller = True
@@ -661,8 +661,8 @@ def python() -> str:
 
 @functools.cache
 def is_python(executable: str) -> bool:
-    """Whether the program is a Python. If its name does not tell, it is run once, with a variable
-    that keeps it from starting itself again."""
+    """Return whether the program is a Python. If its name does not show this, it is run once, with
+    a variable that keeps it from starting itself again."""
     if not executable or (getattr(sys, "frozen", False) and executable == sys.executable):
         return False
     with contextlib.suppress(OSError):
@@ -695,7 +695,7 @@ def program(
     descriptors of sockets."""
     numbers = [each if isinstance(each, int) else each.fileno() for each in given]
     arguments = ", ".join(map(str, numbers))
-    # If NumPy is missing, PyTorch warns of it in each process. The caller has seen it.
+    # If NumPy is missing, PyTorch warns of this in each process. The caller has seen the warning.
     boot = (
         "import sys, warnings; sys.path[:] = sys.argv[1:]; "
         "warnings.filterwarnings('ignore', 'Failed to initialize NumPy'); "
@@ -709,7 +709,7 @@ def program(
         **(variables or {}),
         **({"MPGRAD_PORTABLE": "1"} if PORTABLE else {}),
     }
-    # as multiprocessing does
+    # multiprocessing does the same
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return subprocess.Popen(
         [python(), *flags, "-c", boot, *sys.path],
@@ -750,7 +750,7 @@ def check_fork_server() -> None:
     server = multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     if server is not None and not PORTABLE and credentials(server) != credentials(os.getpid()):
         raise RuntimeError(
-            "the fork server of multiprocessing has other rights than this process has now (pid: "
+            "the fork server of multiprocessing has different rights from this process (pid: "
             f"{server}), and its workers "
             "would also have them; leave context out, or give rights up before that server starts"
         )
@@ -773,8 +773,8 @@ class SharedTracker(LifeSocket):
         return self._socket.fileno()
 
     def answer(self) -> None:
-        """Send the tracker's descriptor to the worker that has asked. If no descriptor or process
-        is free for this, the worker starts its own tracker."""
+        """Send the tracker's descriptor to the worker that requested it. If no descriptor or
+        process is free for this, the worker starts its own tracker."""
         with contextlib.suppress(OSError):
             _, asking = receive_descriptors(self._socket, 1, 1)
             for each in asking:

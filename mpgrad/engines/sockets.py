@@ -1,4 +1,4 @@
-"""The engines of one machine. Caller's side.
+"""The engines of one machine. They run in the caller.
 
 The engine for processes and threads has a socket pair to each worker, and one selector for all of
 them. The inline engine is one worker in the caller's own thread, for debugging. It uses the same
@@ -114,7 +114,7 @@ class SocketEngine:
         with contextlib.ExitStack() as undo:
             undo.callback(launcher.close)
             read, write = os.pipe()
-            # These are objects because they know that they are closed. After a late `wake` the bare
+            # These are objects because an object knows that it is closed. At a late `wake` the bare
             # numbers may belong to other files.
             self._wake_read = undo.enter_context(io.FileIO(read))
             self._wake_write = undo.enter_context(io.FileIO(write, "w"))
@@ -282,7 +282,7 @@ class InlineEngine:
         return self._ours
 
     def wait(self, seconds: float | None) -> list[Loopback]:
-        """Have the worker handle, in this thread, the frames that it was sent."""
+        """Have the worker handle the frames that it was sent, in this thread."""
         while self._workers.frames:
             self._run(self._workers.frames.popleft())
         return [self._ours] if self._ours.frames else []

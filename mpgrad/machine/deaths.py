@@ -1,13 +1,14 @@
-"""What follows from a worker's death: which call is blamed, what fails, and who gets the rest.
+"""What follows from a worker's death: which call is blamed, which calls fail, and which workers get
+the rest.
 
-    the running call, or else the next one ──► judged: blamed ──┬─► too often: it fails
-                                                                └─► it runs again
+    the running call, or else the next one ──► `judged` ──┬─► blamed too often: it fails
+                                                          └─► it runs again
     all other calls of the worker ──► their queues; they are not blamed
     backwards ──► `successor`, which rebuilds the graph right before the backward
     a graph that no backward needs yet ──► nothing; it is rebuilt for its next backward
-    a sum of captures' gradients ──► lost; each of its backwards is asked for again, by itself
+    a sum of captures' gradients ──► lost; each of its backwards is sent again by itself
 A call that has begun is blamed for the death of its worker, or for a time-out. A call that was next
-is only suspected: it needs more deaths to fail.
+is only suspected, and fails only after more deaths.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from mpgrad.machine.story import DIED_AT, DIED_BEFORE, OVERDUE
 
 __all__ = ["IDLE_DEATHS", "failing", "judged", "successor"]
 
-# So many workers may die when a call is next, without the call being to blame.
+# deaths of workers that had a call next, before the call is blamed
 IDLE_DEATHS = 2
 
 
@@ -31,10 +32,10 @@ def judged(
     retries: int,
     timeout_retries: int,
 ) -> tuple[str, bool]:
-    """Count the death against the accused. Return what happened to it, for its story, and whether
-    it fails; else it runs again.
+    """Count the death against the accused call. Return the words for its story, and whether it
+    fails. If it does not fail, it runs again.
 
-    `is_overdue` says that the call took too long. `is_lost` says that its graph cannot be rebuilt.
+    `is_overdue` is true if the call took too long, and `is_lost` if its graph cannot be rebuilt.
     """
     if not has_begun:
         accused.idle_deaths += 1
@@ -47,19 +48,19 @@ def judged(
 
 
 def failing(place: int, fails: bool, has_begun: bool, retries: int) -> slice:
-    """Return which parts of the chunk fail, if the part at this place is accused.
+    """Return which parts of the chunk fail if the part at this place is accused.
 
-    Without retries the parts before it fail, too. They had run, but their inputs may have been
+    Without retries, the parts before it also fail. They had run, but their inputs may have been
     written to.
     """
     return slice(0 if retries == 0 and has_begun else place, place + fails)
 
 
 def successor(workers: Iterable[Any], device: int) -> Any:
-    """Return the worker that takes over the graphs of a worker with this device that is gone.
+    """Return the worker that takes over the graphs of a dead worker on this device.
 
-    It is the one with the least to do, if possible one that takes calls, on the same device. Return
-    None if no worker has a place.
+    It is the worker with the least to do. Workers on the same device come first, and among these
+    the ones that still take calls. Return None if no worker has a place.
     """
     placed = [each for each in workers if each.link.has_place]
     there = [each for each in placed if each.device == device]

@@ -1,10 +1,10 @@
-"""How much goes together, unless the caller says so: how many items form a window or a bundle, and
-how many calls form a chunk.
+"""How much is sent together, unless the caller decides: how many items form a window or a bundle,
+and how many calls form a chunk.
 
-    items ── window: packed before workers are told
+    items ── window: packed before any is sent
         ──► calls, each an item or a bundle of cheap items ── chunk ──► a worker
-The time that calls take is measured (`timing.FunctionTiming`), never guessed. So calls go one by
-one before the first answer.
+The time that calls take is measured (`timing.FunctionTiming`), never guessed. So calls are sent one
+by one before the first answer.
 """
 
 from __future__ import annotations
@@ -29,29 +29,28 @@ __all__ = [
     "workers_worth_feeding",
 ]
 
-# seconds after which another process has seen what this one wrote, and this one has seen what the
-# other wrote before; this is ample time for two CPUs
+# seconds after which each of two processes has seen what the other wrote; two CPUs need far less
 SEEN = 1e-3
 
 # seconds of work that are packed before any of it is sent; each later window has twice as much
 LEAD = 4e-3
-# The first window has at least so many items. A few expensive items are all packed first, so that
-# the largest can begin first.
+# the fewest items in the first window; a few expensive items are all packed first, so that the
+# largest can begin first
 FIRST_WINDOW = 16
 LARGEST_WINDOW = 512  # items
-# Once so many bytes of tensors are copied, the packed items are sent in any case.
+# bytes of copied tensors after which the packed items are sent in any case
 WINDOW_BYTES = 1 << 20
 
 # seconds of work in a bundle of cheap items; bundles are longer far from the end of a map
 SHORTEST_BUNDLE, LONGEST_BUNDLE = 4e-3, 20e-3
-# Each worker gets at least so many bundles, if there are enough items.
+# the fewest bundles for each worker, if there are enough items
 BUNDLES_PER_WORKER = 4
-# items; a larger bundle gains little, and a backward for one item passes by all the others
+# items; a larger bundle gains little, and a backward for one item has to skip all others
 MOST_BUNDLED = 48
 
 # One chunk runs and one waits, so that a worker never waits for the parent.
 CHUNKS_UNDER_WAY = 2
-# The calls that are left make at least so many chunks for each worker.
+# the fewest chunks for each worker into which the remaining calls are split
 CHUNKS_PER_WORKER = CHUNKS_UNDER_WAY
 # seconds that the parent takes to send a chunk and read its answer, with cold caches
 CHUNK_CARE = 300e-6
@@ -64,20 +63,20 @@ class ChunkSeconds(NamedTuple):
 
     shortest: float
     longest: float
-    # the longest if all results of the operation are wanted together; what a worker has not begun
+    # the longest if the caller waits for all results together; calls that a worker has not begun
     # can be taken back
     together: float
-    # seconds that a chunk takes the parent, which has to keep up with all workers
+    # seconds that the parent, which has to keep up with all workers, needs for a chunk
     care: float = 0.0
 
     def least(self, workers: int) -> float:
-        """Return the seconds of the shortest chunk for so many workers."""
+        """Return the seconds of the shortest chunk, if there are this many workers."""
         return min(self.longest, max(self.shortest, workers * self.care))
 
     @property
     def one_by_one(self) -> float:
-        """Calls that take so many seconds or more are sent alone, if they differ in size or their
-        results are wanted one by one."""
+        """The seconds from which calls are sent alone, if they differ in size or if the caller
+        needs their results one by one."""
         return self.longest / 2
 
 
@@ -87,10 +86,9 @@ FAR = ChunkSeconds(10e-3, 100e-3, 100e-3, 0.7e-3)
 
 
 def first_window(seconds: float) -> int:
-    """Return how many items are packed before the workers are told of any.
+    """Return how many items are packed before any is sent. Each later window is twice as large.
 
-    Each item takes so many seconds; unknown seconds are infinite. Each later window is twice as
-    large.
+    Each item takes `seconds`, which are infinite if unknown.
 
     Once workers have work, they compete with the caller for CPUs. When the caller gets a CPU again,
     its caches are cold, and the workers have run dry. So the caller packs many cheap items first,
@@ -101,9 +99,9 @@ def first_window(seconds: float) -> int:
 
 
 def bundle_size(seconds: float, total: int, left: int, workers: int) -> int:
-    """Return how many items form a bundle: `left` of the `total` items are left.
+    """Return how many items form a bundle, if `left` of the `total` items are left.
 
-    Each item takes so many seconds. Each worker that is worth feeding gets several bundles.
+    Each item takes `seconds`. Each worker that is worth feeding gets several bundles.
     """
     most = min(
         MOST_BUNDLED, total // (BUNDLES_PER_WORKER * workers_worth_feeding(workers, total, seconds))
@@ -114,9 +112,9 @@ def bundle_size(seconds: float, total: int, left: int, workers: int) -> int:
 def chunk_size(
     seconds: float, left: int, workers: int, chunk_seconds: ChunkSeconds, together: bool = False
 ) -> int:
-    """Return how many of the `left` calls, of so many seconds each, a worker is sent at once.
+    """Return how many of the `left` calls, of `seconds` each, a worker is sent at once.
 
-    `together` says that nobody wants one of the results before the others.
+    `together` is true if the caller waits for all results together.
     """
     longest = chunk_seconds.together if together else chunk_seconds.longest
     return min(
@@ -125,10 +123,10 @@ def chunk_size(
 
 
 def guided_size(seconds: float, left: int, workers: int, shortest: float, longest: float) -> int:
-    """Return how many of the `left` calls, of so many seconds each, go together.
+    """Return how many of the `left` calls, of `seconds` each, go together.
 
-    The number is a share of the calls that are left, so it falls towards the end. Together they
-    take at least `shortest` and at most `longest` seconds.
+    The number is a share of the calls that are left, so it falls towards the end. Together these
+    calls take at least `shortest` and at most `longest` seconds.
 
     Source: guided self-scheduling, C. Polychronopoulos and D. Kuck, IEEE Transactions on Computers,
     1987.
@@ -139,11 +137,11 @@ def guided_size(seconds: float, left: int, workers: int, shortest: float, longes
 
 
 def workers_worth_feeding(workers: int, calls: int, seconds: float) -> int:
-    """Return to how many workers it is worth giving the calls, of so many seconds each.
+    """Return how many workers it pays to use for the calls, of `seconds` each.
 
-    With fewer workers their part takes longer, and with more workers the parent's part does. k
+    With fewer workers, the workers' part takes longer. With more workers, the parent's part does. k
     workers take calls * seconds / k, and the parent takes CHUNK_CARE * CHUNKS_PER_WORKER * k. The
-    sum is least if both are equal. Unknown seconds are infinite.
+    sum is least if both are equal. `seconds` are infinite if unknown.
     """
     if not calls or seconds == math.inf:
         return workers

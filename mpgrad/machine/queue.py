@@ -1,11 +1,11 @@
 """`CallQueue` holds the calls that wait for a worker. It decides which calls a worker gets next,
-how many at once, and which calls had better wait longer.
+how many at once, and which calls should wait longer.
 
-multiprocessing.Pool cuts a map into chunks of one size beforehand, when nobody knows how long calls
-take. `CallQueue` measures that. Short calls go together, and fewer of them towards the end. Long
-calls go one by one, unless nobody wants a result before the others. The largest of the last calls
-go first. If a worker has run dry, it may get calls that another worker has been given and has not
-begun.
+multiprocessing.Pool cuts a map into chunks of one size before it knows how long calls take.
+`CallQueue` uses measured times. It sends short calls together, and fewer of them towards the end.
+It sends long calls one by one, unless the caller waits for all results together. It sends the
+largest of the last calls first. A worker that has run dry may get calls that another worker has
+received but not begun.
 
 A `Backlog` holds the backwards that wait for one worker. Backwards have no choice of workers.
 
@@ -27,16 +27,17 @@ from mpgrad.machine.story import GIVEN_BACK, SENT
 
 __all__ = ["Backlog", "CallQueue"]
 
-# seconds; waiting behind another call of this length takes longer than being sent
+# seconds; to wait behind another call of this length takes longer than to be sent
 LONG_CALL = 50e-3
-# If one of the last calls takes longer than so many shortest chunks, it waits for an idle worker.
+# If one of the last calls takes longer than this many shortest chunks, it waits for an idle worker.
 LAST_AHEAD = 5
-# If a call takes so many shortest chunks, and longer than other calls did, nobody knows its end.
+# If a call takes longer than this many shortest chunks, and longer than other calls did, its end
+# cannot be predicted.
 LATE = 5
-# The last calls of a map, so many for each worker, begin with the largest. If more are left, their
-# order matters little.
+# calls per worker, at the end of a map, that are sorted by size; before that, their order matters
+# little
 SORTED = 16
-# If calls differ in size, the last ones, so many for each worker, wait for an idle worker.
+# calls per worker, at the end of a map, that wait for an idle worker if they differ in size
 LAST_UNLIKE = 4
 
 
@@ -52,12 +53,10 @@ class CallQueue:
         by_device: bool,
         chunk_seconds: ChunkSeconds,
     ) -> None:
-        """Take the calls' numbers from `numbers`.
-
-        A worker is replaced after `calls_per_worker` calls.
-        """
+        """Take the calls' numbers from `numbers`. A worker is replaced after `calls_per_worker`
+        calls."""
         self.workers = workers
-        # when more calls may be taken back, on the clock of time.monotonic
+        # the next moment, on the clock of time.monotonic, at which calls may be taken back
         self.look_at = math.inf
         self._functions = functions
         self._numbers = numbers
@@ -88,10 +87,8 @@ class CallQueue:
             yield (operation.queue or operation.packed).popleft()
 
     def tidy(self) -> None:
-        """Let go of operations whose calls nobody wants.
-
-        If no worker looked here again, their results would be kept.
-        """
+        """Drop operations none of whose calls are needed. Otherwise their results would be kept
+        until a worker is next given calls."""
         for operation in list(self.operations):
             if not any(call.index < operation.limit for call in operation.queue):
                 self.operations.remove(operation)
@@ -119,7 +116,7 @@ class CallQueue:
     def next_for(self, worker: Any, now: float) -> tuple[Any, list[tuple[int, Any]]] | None:
         """Return a chunk for the worker: an operation, and calls with their numbers.
 
-        Return None if there is no call that the worker should be given now.
+        Return None if the worker should not be given a call now.
         """
         room = self._room(worker)
         place = 0
@@ -134,7 +131,8 @@ class CallQueue:
             ):
                 return None
             calls = self._take_calls(worker, operation, min(room, self._chunk_size(operation)), now)
-            # This happens at once. Perhaps no worker looks again, and the results would be kept.
+            # Drop the operation at once. Otherwise its results would be kept until a worker is next
+            # given calls.
             if not operation.queue:
                 del self.operations[place]
             if calls:
@@ -145,12 +143,12 @@ class CallQueue:
         return None
 
     def take_back(self, workers: Collection[Any], now: float) -> bool:
-        """Take back calls that have not begun, and return whether any were.
+        """Take back calls that have not begun, and return whether any were taken.
 
-        Costs are not known beforehand. So calls are taken back from each worker that runs a call
-        for longer than such calls take, because nobody knows when that call ends. If some workers
-        have run dry, calls are also taken from the worker that has most, if they are worth a
-        message. See `look_at`.
+        Costs are not known beforehand. If a worker runs a call for longer than such calls take, the
+        calls behind it are taken back, because the end of that call cannot be predicted. If some
+        workers have run dry, calls are also taken from the worker with the most work, if they are
+        worth a message. See `look_at`.
         """
         # No worker has a call that it has not begun.
         if self.look_at == math.inf:
@@ -171,7 +169,7 @@ class CallQueue:
                 richest, most = worker, load
         has_taken = False
         for worker in others:
-            # Without an idle worker nobody waits for these calls yet, and a message is not free.
+            # If no worker is idle, these calls need not move yet, and a message is not free.
             moment = self._late_at(worker) + (0.0 if is_dry else LONG_CALL)
             if moment <= now or worker is richest:
                 for operation, calls in worker.under_way.take_back(now):
@@ -179,27 +177,26 @@ class CallQueue:
                     has_taken = True
                 moment = max(moment, now + SEEN)
             if worker.under_way.has_for_others:
-                # Nobody says when the worker begins a call, which is late before its chunk is.
+                # A call can be late before its chunk is, and workers do not report when they begin
+                # a call.
                 self.look_at = min(self.look_at, moment, now + LONG_CALL)
         return has_taken
 
     def note_given(self, worker: Any, now: float) -> None:
-        """Note that the worker was given a chunk, of which calls may have to be taken back."""
+        """Note that the worker was given a chunk, whose calls may have to be taken back."""
         if worker.under_way.has_for_others:
             self.look_at = min(self.look_at, now + LONG_CALL)
 
     def _late_at(self, worker: Any) -> float:
-        """Return when the worker will have run a call for longer than such calls take.
-
-        The moment is on the clock of time.monotonic.
-        """
+        """Return the moment, on the clock of time.monotonic, after which the worker's running call
+        takes longer than such calls do."""
         chunk = worker.under_way.first
         if chunk is None:
             return math.inf
         position, since = worker.under_way.begun()
         seconds = 0.0
         if chunk.operation is not None:
-            # If no position is known, the call may be any of the chunk's.
+            # If the position is unknown, the call may be any of the chunk.
             calls = chunk.calls if position < 0 else chunk.calls[position : position + 1]
             seconds = self._functions.seconds(chunk.operation.options.function, unknown=0.0) * sum(
                 call.items for _, call in calls
@@ -217,17 +214,18 @@ class CallQueue:
         return seconds
 
     def _had_better_wait(self, operation: Any, worker: Any, now: float) -> bool:
-        """Whether the next call had better wait here than behind the worker's running call."""
+        """Return whether the next call should wait here, and not behind the worker's running
+        call."""
         return self._may_be_sooner_elsewhere(operation) or self._late_at(worker) <= now
 
     def _may_be_sooner_elsewhere(self, operation: Any) -> bool:
-        """Whether the next call had better wait here, for the first idle worker, than behind
+        """Return whether the next call should wait here for the first idle worker, and not behind
         another call.
 
         * Long calls always wait.
-        * The last calls wait unless they are short: one for each worker, or a few if calls differ.
-          Chunks under way are not always taken back. Short calls do not wait, because a worker
-          without a call ahead waits for each one.
+        * The last calls, one for each worker or a few if calls differ, wait unless they are short.
+          Chunks under way are not always taken back. If short calls waited, a worker would run dry
+          after each one.
         * Calls that will be sorted wait until all of them are packed, the larger ones included.
         """
         if self._goes_by_size(operation) and not operation.sealed:
@@ -241,7 +239,7 @@ class CallQueue:
         )
 
     def _goes_by_size(self, operation: Any) -> bool:
-        """Whether the last calls are sorted by size. Only long calls are."""
+        """Return whether the last calls are sorted by size. Only long calls are."""
         seconds = self._functions.seconds(operation.options.function, unknown=0.0)
         any_order = operation.options.at_rest and operation.options.chunksize in (None, 1)
         return any_order and self.workers > 1 and seconds >= self._chunk_seconds.one_by_one
@@ -252,7 +250,7 @@ class CallQueue:
         return seconds * operation.queue[0].items if operation.queue else seconds
 
     def _room(self, worker: Any) -> Any:
-        """Return how many calls the worker may still be given before it is replaced."""
+        """Return how many more calls the worker may be given before it is replaced."""
         if self._calls_per_worker is None:
             return math.inf
         under_way = sum(len(chunk.calls) for chunk in worker.under_way.chunks.values())
@@ -261,9 +259,9 @@ class CallQueue:
     def _sort(self, operation: Any) -> None:
         """Put the largest of the last calls first.
 
-        If the longest call ran last, its worker would be the only one at work at the end. Sizes are
-        only a hint of how long calls take, so nothing else depends on them. Once a call has failed,
-        only calls before it matter, and the first of these matters most.
+        If the longest call ran last, its worker would work alone at the end. Sizes are only a hint
+        of how long calls take, so nothing else depends on them. Once a call has failed, only the
+        calls before it matter, and the first of these matters most.
 
         Source: the rule of the longest processing time, R. Graham, SIAM Journal on Applied
         Mathematics, 1969.
@@ -284,7 +282,8 @@ class CallQueue:
     def _take_calls(
         self, worker: Any, operation: Any, size: float, now: float
     ) -> list[tuple[int, Any]]:
-        """Take at most `size` calls from the queue, or as many as a message holds; number them."""
+        """Take at most `size` calls from the queue, as far as they fit into a message. Number
+        them."""
         calls: list[tuple[int, Any]] = []
         nbytes = items = 0
         most_items = operation.options.chunksize or math.inf
@@ -301,7 +300,7 @@ class CallQueue:
                 break
             if call.index >= operation.limit:
                 continue
-            # It was cancelled.
+            # The call was cancelled.
             if not operation.starts(call.index):
                 continue
             calls.append((next(self._numbers), call))
@@ -320,7 +319,7 @@ class CallQueue:
             len(operation.queue),
             self.workers,
         )
-        # If calls differ in size, the largest are begun first, each by the next idle worker.
+        # If calls differ in size, the next idle worker begins the largest.
         together = operation.options.together and not operation.largest_first
         size = chunk_size(seconds, left, workers, self._chunk_seconds, together)
         if operation.unsorted and self._goes_by_size(operation):
@@ -353,7 +352,7 @@ class Backlog(deque[Any]):
 
 def next_for(queue: deque[Any], device: int) -> Any:
     """Take the first call that may run on the device; return None if there is none."""
-    for place in range(len(queue)):  # by number: the caller may be adding more
+    for place in range(len(queue)):  # an iterator would fail if the caller added calls
         call = queue[place]
         if call.route is None or device in call.route:
             del queue[place]

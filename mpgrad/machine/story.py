@@ -1,7 +1,7 @@
 """The story of an operation: what happened to each of its calls, and when.
 
-A *transition* is a tuple: the moment, what happened in words, and the number of the worker. All
-calls of a chunk share it, and nothing is formatted until somebody asks. A call is known by the
+A *transition* is a tuple of the moment, the words for what happened, and the worker's number. All
+calls of a chunk share it. It is formatted only when the story is read. A call is known by the
 number of its first item.
 Assumes: called by the scheduling thread; any thread may call `in_words`.
 """
@@ -43,21 +43,21 @@ BACKWARD_ANSWERED = "worker {} has answered its backward"
 BACKWARD_MOVED = "its backward goes to worker {}, because the worker of its graph is gone"
 GRAPH_MISSING = "worker {} has no graph for its backward; it waits until the graph is rebuilt"
 
-# Of larger operations the calls that were sent last are kept.
+# If an operation has more calls, only those that were sent last are kept.
 MOST_CALLS = 10_000
-# of one call; a call may be given back again and again
+# for one call, which may be given back again and again
 MOST_TRANSITIONS = 100
 
 
 class Story:
-    """The transitions of the calls of one operation, by the number of a call's first item."""
+    """The transitions of an operation's calls, by the number of each call's first item."""
 
     __slots__ = ("bundles", "calls")
 
     def __init__(self) -> None:
-        # The scheduler's hottest loops add to this by themselves.
+        # The scheduler's hottest loops add to this directly.
         self.calls: dict[int, tuple[Transition, ...]] = {}
-        # how many items each bundle has, by the first
+        # how many items each bundle has, by the number of its first item
         self.bundles: dict[int, int] = {}
 
     def note(self, item: int, transition: Transition) -> None:
@@ -67,7 +67,7 @@ class Story:
 
     def shorten(self) -> None:
         """Forget the calls that were sent first, if there are too many."""
-        # Another thread may read meanwhile, so this is a new dictionary.
+        # Another thread may be reading the old dictionary, so this makes a new one.
         if len(self.calls) > 2 * MOST_CALLS:
             self.calls = dict(list(self.calls.items())[-MOST_CALLS:])
 
@@ -81,7 +81,7 @@ class Story:
         return found or ()
 
     def in_words(self, item: int) -> str:
-        """Return a line for each transition, with the seconds since the first; "" if there are
+        """Return a line for each transition, with the seconds since the first, or "" if there are
         none."""
         return in_lines([(*each, "") for each in self.of(item)])
 

@@ -1,11 +1,12 @@
-"""How long the calls of a function take; for `graphs="auto"`, which gradient its losses will get.
+"""How long the calls of a function take, and which gradient its losses will get. The gradient is
+needed for `graphs="auto"` only.
 
-A `Predictor` learns from the gradients that came:
+A `Predictor` learns from the gradients that losses got:
 
-    the same gradient as in the map before: one more in a row ──► after LEAST, it is predicted
-    predicted rightly for CONFIRMED maps in a row ──► graphs need not be kept for another backward
-    predicted wrongly ──► a credit is lost, and it takes PRICE maps to earn another
-So at most one in `PRICE` maps, and one more, is predicted wrongly, whatever the caller does.
+    the same gradient in LEAST maps in a row ──► it is predicted for the next map
+    right predictions for CONFIRMED maps in a row ──► graphs need not be kept for another backward
+    a wrong prediction ──► a credit is lost, and it takes PRICE maps to earn another
+So at most one in `PRICE` maps, plus one, is predicted wrongly, whatever the caller does.
 Assumes: each method is called by one thread at a time; reading needs no lock.
 """
 
@@ -30,7 +31,7 @@ class FunctionTiming:
         self._answers = 0
 
     def note(self, own_seconds: float, seconds: float, workers: int, share: float) -> None:
-        """Add an answer's times, of one item each, to the means.
+        """Add the times per item of an answer to the means.
 
         The first answer of each worker soon loses its weight, because it includes cold caches and
         imports of modules.
@@ -42,17 +43,17 @@ class FunctionTiming:
 
 
 def mixed(old: float, new: float, weight: float) -> float:
-    """Return the weighted mean of both; `weight` is the weight of the new number."""
+    """Return the weighted mean of both numbers. The new one has this weight."""
     return (1 - weight) * old + weight * new
 
 
 # --- which gradient losses will get
 
 
-LEAST = 2  # maps in a row, with the same gradient, before the next one's is predicted
-CONFIRMED = 2  # maps in a row that were predicted rightly
-PRICE = 25  # maps seen for each that may be predicted wrongly
-# so that a long time of right ones does not pay for as long a time of wrong ones
+LEAST = 2  # maps in a row with the same gradient, before it is predicted for the next map
+CONFIRMED = 2  # maps in a row with a right prediction
+PRICE = 25  # maps that pay for one wrong prediction
+# This limit keeps many right predictions from paying for as many wrong ones.
 MOST_CREDIT = 40 * PRICE
 
 
@@ -69,8 +70,8 @@ class Predictor:
     def __init__(self) -> None:
         self._gradient: float | None = None
         self._in_a_row = 0
-        self._right = 0  # predictions in a row
-        # what each prediction that is under way may cost has been taken from it
+        self._right = 0  # right predictions in a row
+        # The price of each prediction under way is already subtracted.
         self._credit = PRICE
 
     def predict(self) -> Prediction | None:
@@ -90,12 +91,13 @@ class Predictor:
             self._right += 1
 
     def note_other(self) -> None:
-        """Results of a map got no backward, or one that is not a loss's, or different ones."""
+        """Note that results of a map got no backward, or a backward that is not a loss's, or
+        different gradients."""
         self._in_a_row = 0
 
     def note_wrong(self, was_right: bool) -> None:
-        """Backwards of a map were run in vain. `was_right`: the gradient came, but not for all that
-        was run."""
+        """Note that backwards of a map ran in vain. `was_right` is true if the gradient came, but
+        not for all backwards that ran."""
         self._right = 0
         if was_right:
             self._credit -= PRICE

@@ -1,13 +1,13 @@
 """Shared memory: slots in slabs, which processes lend and return. Both sides.
 
-Imports `torch_state`, `errors`, `system`. The owner of a slot writes it before it lends it, and
-uses it again only after all borrowers have returned it.
+The package imports `torch_state`, `errors` and `system`. The owner of a slot writes it before
+lending it, and reuses it only after all borrowers have returned it.
 
-    arena         slabs, slots, borrowed memory, and what becomes of them in a forked child
+    arena         slabs, slots and borrowed memory, also after a fork
     accelerator   the same on devices, and how processes wait for each other's work there
 
-An address is the same in all processes. It tells the slab, its owner, and the offset. Needs no
-torch.
+An address is the same in all processes. It encodes the slab, the slab's owner, and the offset. This
+module does not import torch.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Devices beside the CPU. This module numbers them, shares memory there between processes, and
+"""Devices other than the CPU. This module numbers them, shares their memory between processes, and
 decides which process waits for another's work. Both sides.
 
-PyTorch sends one IPC handle for each tensor. It counts handles in a file of /dev/shm that is left
-behind when a process is killed. Here a slab of the device's memory is sent once. From then on a
-tensor is sent as an address, as on the CPU. The receiver copies borrowed memory at once, at some
-TB/s. So no slot waits for the end of a tensor. A task may write to the tensors that it got, and
+PyTorch sends one IPC handle for each tensor, and counts handles in a file of /dev/shm that is left
+behind when a process is killed. Here a slab of the device's memory is sent once. After that a
+tensor is sent as an address, as on the CPU. The receiver copies borrowed memory at once, at several
+TB/s. So slots are not kept until tensors die, a task may write to the tensors that it got, and
 results outlive their worker.
 
     caller                                                   worker
@@ -14,10 +14,10 @@ results outlive their worker.
     arrivals:   copy into a slot, record the      ◄── slots  current stream: copy into a slot; then
                 event                                        the worker itself waits until its
                                                              stream is done, and answers
-Guarantees: nothing is read before it was written, nor written again before it was read. An event is
-    recorded on one stream only, so a later record covers all earlier ones. A receiver that waits
-    for the event after a message has come never waits too little. No other stream ever waits for a
-    worker's, so the death of a worker leaves no stream waiting.
+Guarantees: memory is not read before it is written, and not overwritten before it is read. An event
+    is recorded on one stream only, so a later record covers all earlier ones. A receiver that waits
+    for the event after a message has arrived always waits long enough. Other streams never wait for
+    a worker's stream, so the death of a worker leaves no stream waiting.
 Assumes: a task's results are ready on its current stream when it returns, as every caller of
     PyTorch code assumes.
 """
@@ -71,8 +71,8 @@ CUDA: Any = torch.cuda  # some of it has no type hints
 
 
 class Cuda:
-    """The operations that are used of NVIDIA's devices. Another kind of device has the same
-    methods, and streams and events with the interface of `torch.cuda`'s.
+    """The operations that are needed on NVIDIA's devices. Another kind of device has the same
+    methods, and its streams and events have the interface of `torch.cuda`.
 
     Slabs come from the driver, not from PyTorch's allocator. So they are whole allocations,
     however that allocator is set.
@@ -84,12 +84,11 @@ class Cuda:
         return CUDA.device_count() if CUDA.is_available() else 0
 
     def current(self) -> int:
-        """Return the device on which this thread makes tensors by default. This does not initialise
-        CUDA."""
+        """Return this thread's default device. This does not initialise CUDA."""
         return CUDA.current_device() if CUDA.is_initialized() else 0
 
     def enter(self, index: int) -> None:
-        """Make `index` this thread's device, and make it ready for work."""
+        """Make `index` this thread's device, and initialise it."""
         CUDA.set_device(index)
         CUDA.synchronize(index)
 
@@ -152,7 +151,7 @@ class Cuda:
         return bytes_at(pointer.value, nbytes, index, "cuIpcCloseMemHandle")
 
     def used_on(self, tensor: torch.Tensor, stream: Any) -> None:
-        """Keep the memory of `tensor` from being used again before `stream` is done with it."""
+        """Keep the memory of `tensor` from being reused before `stream` is done with it."""
         tensor.record_stream(stream)
 
     def seed(self, index: int, seed: int) -> None:
@@ -170,8 +169,8 @@ class IpcHandle(ctypes.Structure):
 
 @functools.cache
 def libcuda() -> Any:
-    """Load the driver's own library. Its functions and their numbers are fixed, whatever toolkit
-    PyTorch was built with."""
+    """Load the driver's own library. Its functions and their numbers are the same for all toolkits
+    that PyTorch may have been built with."""
     library: Any = ctypes.CDLL("libcuda.so.1")
     library.cuIpcOpenMemHandle_v2.argtypes = [ctypes.c_void_p, IpcHandle, ctypes.c_uint]
     return library
@@ -186,7 +185,7 @@ def checked(code: int, what: str) -> None:
 
 @functools.cache
 def primary_context(index: int) -> ctypes.c_void_p:
-    """Return the context in which PyTorch works on a device. It is held until the process ends."""
+    """Return the context in which PyTorch uses a device. It is kept until the process ends."""
     # this initialises the driver, which numbers devices as PyTorch does
     torch.cuda.synchronize(index)
     device, context = ctypes.c_int(), ctypes.c_void_p()
@@ -245,7 +244,7 @@ INSTALLED = InstalledAccelerator()
 
 class Handle(NamedTuple):
     """Names a slab or an event for another process. `key` names it for another thread of this
-    process, where CUDA's handles cannot be opened."""
+    process, because CUDA's handles cannot be opened in the process that made them."""
 
     pid: int
     key: int
@@ -263,7 +262,7 @@ def handle_of(thing: Any, raw: bytes) -> Handle:
 
 
 class DeviceSetup(NamedTuple):
-    """What a worker of a pool with devices needs to know at its start."""
+    """The settings that a worker of a pool with devices needs at its start."""
 
     accelerator: Cuda
     code: int  # of the worker's own device
@@ -286,7 +285,7 @@ class Region:
 
 
 class DeviceSlab:
-    """Like `arena.Slab`, but on a device: one allocation of this process or another."""
+    """A slab on a device, like `arena.Slab`: one allocation of this process or another."""
 
     elsewhere = True
     can_grow = True
@@ -311,7 +310,7 @@ class DeviceSlab:
         )
 
     def reserve(self, offset: int, size: int, nbytes: int) -> None:
-        """Do nothing: all of its memory is allocated."""
+        """Do nothing, because all of its memory is already allocated."""
 
     def finish(self) -> None:
         """Wait for the copies that read this slab."""
@@ -322,7 +321,7 @@ class DeviceChannel:
     """A connection between this process and one of its devices. It has an arena there, and a stream
     on which slots are copied.
 
-    If `streamed`, it has a stream of its own, whose event tells others how far it is. Otherwise it
+    If `streamed`, it has a stream of its own, whose event shows others how far it is. Otherwise it
     uses each thread's current stream.
     """
 
@@ -363,9 +362,7 @@ class DeviceChannel:
 
     def write_bytes(self, source: torch.Tensor, at_once: bool = False) -> Slot:
         """Copy bytes into a slot. If `at_once`, do not wait for earlier work of this thread on the
-        device.
-
-        `at_once` assumes that PyTorch has not allocated the source on this device.
+        device. This assumes that the source is not memory of PyTorch's allocator on this device.
         """
         slot = self.arena.allocate(source.numel())
         if self._stream is None:
@@ -383,13 +380,13 @@ class DeviceChannel:
 
     def fetch(self, region: Region) -> torch.Tensor:
         """Return a copy, uint8 [nbytes], on the device. If the channel is streamed, the copy is
-        complete for all streams; otherwise for the current one."""
+        complete for all streams. Otherwise it is complete for the current stream."""
         if self._stream is None:
             return region.bytes.clone()
         with self.accelerator.on(self._stream):
             found = region.bytes.clone()
-        # The copy is complete for every stream and for every thread of autograd, not only for the
-        # current one. It waits only for other such copies, so this takes microseconds.
+        # After this the copy is complete for every stream, also those of autograd's threads. This
+        # waits only for other such copies, so it takes microseconds.
         self._stream.synchronize()
         self.accelerator.used_on(found, self.accelerator.current_stream(self.index))
         return found
@@ -402,7 +399,7 @@ class DeviceChannel:
 
 
 def bytes_of(core: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of `core`. It is dense, so they are one run of memory."""
+    """Return the bytes of `core`. They are contiguous, because `core` is dense."""
     return torch.empty(0, dtype=torch.uint8, device=core.device).set_(
         core.untyped_storage(),
         core.storage_offset() * core.element_size(),

@@ -1,8 +1,8 @@
-"""Shared memory. Each process has an arena of slabs, which are cut into slots. Other processes
+"""Each process has an arena of shared memory: slabs, which are cut into slots. Other processes
 borrow slots and return them. Both sides.
 
 torch.multiprocessing sends one file descriptor for each tensor, which costs about 1,000 us whatever
-the size. Here a slab is sent once. From then on a tensor is sent as an address, which takes a
+the size. Here a slab is sent once. After that a tensor is sent as an address, which takes a
 microsecond to make and to view.
 
     owner                                                borrower
@@ -12,8 +12,8 @@ microsecond to make and to view.
                                                          3. the last tensor dies; its address
                                                             joins `returns`
     4. [x] slot dropped, reusable    ◄──── returns ───
-Guarantees: only the owner of a slot writes it, before it lends it. The memory is not used again
-    before every borrower has returned it, whatever the borrower's code did with the tensor.
+Guarantees: only the owner of a slot writes it, before lending it. The memory is not reused until
+    every borrower has returned it, whatever the borrower's code did with the tensor.
     Finalizers run anywhere, even in a thread that holds a lock. So they take no lock: they append
     to a deque, which `tidy` and `collect` process.
 Assumes: the fork that makes a worker happens before the worker makes its arena.
@@ -59,50 +59,52 @@ __all__ = [
 LIBC = ctypes.CDLL(None, use_errno=True)
 PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 PAGE = mmap.PAGESIZE
-SLAB_BYTES = 64 << 20  # address space; pages are taken when a slot is first cut out of them
-IDLE_BYTES = 256 << 20  # free memory that is kept for reuse, because first touch is 5 times slower
+SLAB_BYTES = 64 << 20  # of address space; a slot's pages are reserved when the slot is cut
+# Free memory up to this size is kept for reuse, because the first touch of new pages is 5 times
+# slower.
+IDLE_BYTES = 256 << 20
 # Up to this size a copy is cheaper than a private mapping, whose pages fault (64 KiB: 5 us for the
 # copy, 16 us for the mapping).
 COPY_BYTES = 1 << 20
-# what `KeptSlots` keeps, besides the newest slot
+# limits of `KeptSlots`, apart from the newest slot
 MOST_KEPT, MOST_KEPT_BYTES = 64, 4 << 30
 
 
 class Slab:
-    """A piece of shared memory, mapped into this process. A `memory` slice keeps the mapping
-    alive."""
+    """A piece of shared memory that is mapped into this process. A slice of `memory` keeps the
+    mapping alive."""
 
-    elsewhere = False  # whether it is on a device: see `accelerator.DeviceSlab`
+    elsewhere = False  # whether it is on a device; see `accelerator.DeviceSlab`
 
     def __init__(self, number: int, storage: torch.UntypedStorage) -> None:
         self.number = number
         self.nbytes = storage.nbytes()
         self._kept = OwnedDescriptor(descriptor_of(storage))
-        # torch has duplicated the descriptor for itself
+        # torch has its own duplicate of the descriptor
         os.set_inheritable(self.descriptor, False)
         array_type: Any = type("SlabMemory", (ctypes.c_ubyte * self.nbytes,), {})
         array = array_type.from_address(storage.data_ptr())
         self.start = storage.data_ptr()
-        # every memoryview of the array keeps the array alive, and so the mapping
+        # every memoryview of the array keeps the array alive, and the array keeps the mapping
         array.storage = storage
         self.memory = memoryview(array).cast("B")
 
     def __del__(self) -> None:
-        # torch closes the descriptor's number together with the memory. The number may belong to a
-        # file of other code by now. If it belongs to none, torch aborts the process.
+        # When the memory is freed, torch closes the descriptor's number. By now that number may
+        # belong to a file of other code. If no file has it, torch aborts the process.
         if not self._kept.is_ours:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.memory))  # never freed
 
     @property
     def descriptor(self) -> int:
-        """The descriptor's number, to be used at once. Raises OSError if other code has closed it,
-        because the number may belong to another file."""
+        """The descriptor's number, for immediate use. Raises OSError if other code has closed the
+        descriptor, because the number may now belong to another file."""
         return self._kept.number
 
     @property
     def can_grow(self) -> bool:
-        """Whether this process still has the descriptor. Without it, only reserved memory can be
-        used."""
+        """Whether this process still has the descriptor. Without it, only memory that is already
+        reserved can be used."""
         return self._kept.is_ours
 
     @classmethod
@@ -110,8 +112,8 @@ class Slab:
         return cls(number, shared_storage(size))
 
     def reserve(self, offset: int, size: int, nbytes: int) -> None:
-        """Take the pages from the system now, so that a lack is an error, not a SIGBUS in the
-        middle of a copy."""
+        """Reserve the pages now, so that a lack of memory is an error here, not a SIGBUS during a
+        copy."""
         if nbytes > free_memory():
             raise no_room(nbytes)
         try:
@@ -121,13 +123,13 @@ class Slab:
 
     def hollow_out(self, offset: int, size: int) -> None:
         """Return the pages to the system, and keep the addresses. If the system cannot do that, the
-        slot just keeps its pages."""
+        slot keeps its pages."""
         if not PORTABLE and self.can_grow:
             LIBC.fallocate(self.descriptor, PUNCH_HOLE, ctypes.c_long(offset), ctypes.c_long(size))
 
     def private(self, offset: int, borrowed: memoryview) -> memoryview:
-        """Return the borrowed bytes in a private mapping. Writes to it are not shared: the kernel
-        copies a page when it is first written."""
+        """Return the borrowed bytes in a private mapping. The kernel copies a page at its first
+        write, so writes are not shared."""
         start = offset % mmap.ALLOCATIONGRANULARITY
         size = start + borrowed.nbytes
         mapping = PrivateMapping(
@@ -138,21 +140,21 @@ class Slab:
 
 
 class PrivateMapping(mmap.mmap):
-    borrowed: memoryview  # not returned while the mapping reads its pages
+    borrowed: memoryview  # kept, so that it is not returned while the mapping reads its pages
 
 
 class Slot:
-    """One allocation in the arena of this process. It becomes reusable when the last reference is
-    dropped."""
+    """One allocation in the arena of this process. It becomes reusable when the last reference to
+    it is dropped."""
 
     __slots__ = ("__weakref__", "_arena", "_capacity", "address", "memory", "slab")
 
     def __init__(self, arena: Arena, slab: Any, offset: int, capacity: int, nbytes: int) -> None:
         self._arena = arena
         self._capacity = capacity
-        self.slab: Any = slab  # a `Slab`, or a `accelerator.DeviceSlab`
+        self.slab: Any = slab  # a `Slab` or an `accelerator.DeviceSlab`
         self.address: int = slab.number << OFFSET_BITS | offset
-        # a memoryview, or a `accelerator.Region`
+        # a memoryview or an `accelerator.Region`
         self.memory: Any = slab.memory[offset : offset + nbytes]
 
     @property
@@ -167,34 +169,35 @@ class Slot:
 
 
 class KeptSlot(NamedTuple):
-    """A slot, which is there for as long as others keep it, unless it is kept here, too."""
+    """A weak reference to a slot. If `kept` is set, the slot stays alive."""
 
     weak: weakref.ref[Slot]
     kept: Slot | None = None
-    constant: object = None  # what it was copied from, if nobody can write to that
+    constant: object = None  # the object that the slot was copied from, if it cannot be written
 
 
 class KeptSlots:
-    """Slots that are lent once more if what they were copied from has the same bytes as before.
+    """Slots that are lent again if their sources still have the same bytes.
 
-    Functions that run again and again capture the same tables. To compare them takes less time than
-    to copy them, and constants are not even compared. A slot is kept once its bytes were the same,
-    so what changes each time is not kept.
+    Functions that run repeatedly capture the same tables. Comparing a table takes less time than
+    copying it, and constants are not even compared. A slot is kept once a comparison found the
+    same bytes, so tables that change each time are not kept.
     """
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self._lock = threading.Lock()
         self.bytes_copied = 0
-        # by address and size of what was copied
+        # by address and size of the source
         self._known: OrderedDict[tuple[int, int], KeptSlot] = OrderedDict()
 
     def slot_with(self, pointer: int, nbytes: int, constant: object = None) -> Slot:
-        """Return a slot with the bytes at `pointer`, which must not be written to. `constant` keeps
-        these bytes alive if nobody can write to them.
+        """Return a slot with the bytes at `pointer`. The caller must not write to the slot.
+
+        `constant` is the owner of these bytes, if they cannot be written. It is kept alive.
 
         Raises:
-            SharedMemoryError: there is no memory for another slot.
+            SharedMemoryError: there is not enough memory for another slot.
         """
         key = pointer, nbytes
         with self._lock:
@@ -229,13 +232,13 @@ class KeptSlots:
 
 
 def has_bytes(slot: Slot, pointer: int, nbytes: int) -> bool:
-    """Whether the slot has the bytes at `pointer`."""
+    """Whether the slot has the same bytes as the memory at `pointer`."""
     difference: int = LIBC.memcmp(*map(ctypes.c_void_p, (slot.pointer, pointer, nbytes)))
     return difference == 0
 
 
 class BorrowedMemory(NamedTuple):
-    """Borrowed memory of another process, which must be kept while a third process reads it."""
+    """Borrowed memory of another process. Keep this object while a third process reads it."""
 
     memory: memoryview
     slab: Slab
@@ -244,9 +247,9 @@ class BorrowedMemory(NamedTuple):
 class Arena:
     """The shared memory that this process owns, on the CPU or on a device; `make_slab` decides.
 
-    Slots are cut from large slabs; slots above half a slab have their own. Up to `idle_bytes` of
-    free memory are kept for reuse, and the rest is returned to the system. A small slot keeps its
-    address range without memory; it is then a hollow slot.
+    Slots are cut from large slabs. A slot larger than half a slab has a slab of its own. Up to
+    `idle_bytes` of free memory are kept for reuse, and the rest is returned to the system. A slot
+    of a shared slab then keeps its address range, without memory: it is hollow.
     """
 
     def __init__(
@@ -264,24 +267,23 @@ class Arena:
         # capacity -> free slots without memory
         self._hollow: dict[int, list[tuple[Slab, int]]] = {}
         self._idle_bytes = 0  # in free slots
-        self.bytes_in_use = 0  # in slots that live
+        self.bytes_in_use = 0  # in live slots
         self._open: Slab | None = None  # the slab that slots are cut from
-        self._used = 0  # bytes cut off the open slab
+        self._used = 0  # bytes of the open slab that are already cut
         # slots without references: slab, offset, capacity
         self._dead: deque[tuple[Slab, int, int]] = deque()
         self._slabs: weakref.WeakValueDictionary[int, Slab] = weakref.WeakValueDictionary()
         self._lock = threading.Lock()
         self._closed = False
-        self.made: deque[Slab] = deque()  # slabs that borrowers have yet to be told about
+        self.made: deque[Slab] = deque()  # slabs that are not yet announced to borrowers
         self.dropped: deque[int] = deque()  # numbers of dropped slabs, which borrowers should unmap
         self.slots_made = 0
 
     def allocate(self, nbytes: int) -> Slot:
-        """Return a slot of at least `nbytes`. Its memory is exactly `nbytes` long, and aligned to
-        pages.
+        """Return a slot. Its memory is exactly `nbytes` long and starts at a page.
 
         Raises:
-            SharedMemoryError: the machine does not have that much memory left.
+            SharedMemoryError: the machine does not have enough free memory.
             PoolClosedError: the arena is closed.
         """
         capacity = size_class(nbytes)
@@ -300,18 +302,18 @@ class Arena:
             return Slot(self, slab, offset, capacity, nbytes)
 
     def note_dead(self, slab: Slab, offset: int, capacity: int) -> None:
-        """Note that a slot has lost its last reference. Finalizers call this."""
+        """Record that a slot has lost its last reference. Finalizers call this."""
         if not self._closed:
             self._dead.append((slab, offset, capacity))
 
     def tidy(self) -> None:
-        """Make freed slots reusable, and return surplus memory to the system."""
+        """Make dead slots reusable, and return surplus memory to the system."""
         if self._dead:
             with self._lock:
                 self._reclaim_dead()
 
     def tell_again(self, numbers: Iterable[int]) -> None:
-        """Announce these slabs again, because a borrower does not know them. Skip dropped ones."""
+        """Announce these slabs again, because a borrower lacks them. Skip dropped slabs."""
         self.made.extend(
             slab for number in numbers if (slab := self._slabs.get(number)) is not None
         )
@@ -324,7 +326,7 @@ class Arena:
             self._idle_bytes += capacity
             free = self._free.pop(capacity, [])
             free.append((slab, offset))
-            # The last used size moves to the end, so the least recently used is dropped first.
+            # This size moves to the end, so the least recently used size is dropped first.
             self._free[capacity] = free
             while self._idle_bytes > self._most_idle:
                 self._drop(next(iter(self._free)))
@@ -347,13 +349,13 @@ class Arena:
         """Return the memory of one free slot of this size to the system."""
         slab, offset = self._take_free(capacity)
         if slab.nbytes == capacity:
-            self.dropped.append(slab.number)  # unmapped here with its last view
+            self.dropped.append(slab.number)  # unmapped here when its last view dies
         else:
             slab.hollow_out(offset, capacity)
             self._hollow.setdefault(capacity, []).append((slab, offset))
 
     def close(self) -> None:
-        """Return all memory to the system, each slab when its last view has died."""
+        """Return all memory to the system. Each slab is unmapped when its last view dies."""
         with self._lock:
             self._closed = True
             self._free.clear()
@@ -363,7 +365,7 @@ class Arena:
             self._dead.clear()
 
     def _grow(self, capacity: int, nbytes: int) -> tuple[Slab, int]:
-        """Return a slab and an offset for a slot, if no free slot fits. The slab may be a new one.
+        """Return a slab, perhaps a new one, and an offset for a slot, because no free slot fits.
         The pages are reserved."""
         if capacity > SLAB_BYTES // 2:
             slab = self._new_slab(capacity, nbytes)
@@ -400,52 +402,53 @@ class Arena:
 
 
 class ForeignSlabs:
-    """The slabs of other processes, and what this process has borrowed of them.
+    """The slabs of other processes, and the memory that this process has borrowed from them.
 
-    Each returned address comes with the number of times that it was received. The owner counts how
-    often it was sent. So the owner does not mistake a slot that is being sent again for returned.
+    Each address is returned with the number of times that it was received, and the owner counts how
+    often it was sent. So the owner can see whether a returned slot is on its way here again.
 
     Assumes: one thread borrows and collects. Any thread may call `find`.
     """
 
     def __init__(self, notify: Callable[[], None], copies_for_children: bool = PORTABLE) -> None:
-        """`copies_for_children` says how a fork treats borrowed memory: see the end of the module.
+        """If `copies_for_children`, a fork copies borrowed memory. The end of the module explains
+        this.
 
         macOS can map named shared memory only as shared, never privately, so there it is True.
         """
         self.copies_for_children = copies_for_children
-        self.slabs: dict[int, Any] = {}  # `Slab`s, and `accelerator.DeviceSlab`s
-        # by number: opens a slab on a device of which nothing was borrowed yet
+        self.slabs: dict[int, Any] = {}  # `Slab`s and `accelerator.DeviceSlab`s
+        # slab number -> opens a slab on a device, at its first use
         self._elsewhere: dict[int, Callable[[], DeviceSlab]] = {}
-        # descriptor and size of slabs of which nothing was borrowed yet
+        # descriptor and size of slabs that have not been used yet
         self._unmapped: dict[int, tuple[OwnedDescriptor, int]] = {}
-        # Addresses that were returned at once: the slab could not be mapped, or it is on a device,
+        # Addresses to return without a view: the slab could not be mapped, or it is on a device,
         # where borrowed memory is copied at once.
         self._given_back: list[tuple[int, int]] = []
-        self._missing: set[int] = set()  # needed slabs for which no descriptor was free
-        # pieces that are not available on this machine: address, bytes, why
+        self._missing: set[int] = set()  # slabs that are needed but did not arrive
+        # pieces that are not available on this machine: address, bytes, reason
         self.lacking: Sequence[tuple[int, int, str]] = ()
         self.closed = False
-        self.notify = notify  # finalizers call it when there is something to collect
+        self.notify = notify  # called when there is something to collect
         # By address and size: the view that all borrowers in this process share, and how often the
         # address was received.
         self._views: dict[tuple[int, int], weakref.ref[memoryview]] = {}
         self._received: dict[tuple[int, int], int] = {}
         # pointer of a storage -> address, slab, view
         self._pointers: dict[int, tuple[int, Slab, weakref.ref[memoryview]]] = {}
-        # key, pointer, view, and whether it was made private
+        # key, pointer, view, and the `View` if it was made private
         self._dead: deque[tuple[tuple[int, int], int, weakref.ref[memoryview], View | None]] = (
             deque()
         )
 
     @property
     def bytes_in_use(self) -> int:
-        """The bytes that are borrowed here."""
+        """How many bytes are borrowed here."""
         return sum(nbytes for _, nbytes in list(self._views))
 
     def attach(self, number: int, descriptor: int | None, nbytes: int) -> None:
-        """Add a slab to borrow from. The descriptor is None if this process had none free to
-        receive it."""
+        """Add a slab to borrow from. The descriptor is None if this process had reached its limit
+        of descriptors and could not receive it."""
         if descriptor is None:
             return
         if number in self.slabs or number in self._unmapped:  # it was requested twice
@@ -474,10 +477,10 @@ class ForeignSlabs:
         return [*self.slabs, *self._unmapped, *self._elsewhere]
 
     def slab(self, number: int) -> Any:
-        """Return a slab, which is mapped at its first use.
+        """Return a slab. Its first use maps it.
 
         Raises:
-            SharedMemoryError: the system refuses now; the caller may try again.
+            SharedMemoryError: the system refuses to map it; the caller may try again.
         """
         if number in self._unmapped and not self._unmapped[number][0].is_ours:
             # other code has closed the descriptor: request the slab again
@@ -489,7 +492,7 @@ class ForeignSlabs:
                     number, storage_from_descriptor(os.dup(kept.number), nbytes)
                 )
             except (OSError, RuntimeError, MemoryError) as error:
-                raise no_mapping(f"{nbytes:,} bytes of them") from error
+                raise no_mapping(f"{nbytes:,} bytes") from error
             del self._unmapped[number]
             kept.close()
         elif number in self._elsewhere:
@@ -500,7 +503,7 @@ class ForeignSlabs:
             del self._elsewhere[number]
         if number not in self.slabs:
             self._missing.add(number)
-            raise no_mapping("no file descriptor was free to receive it with")
+            raise no_mapping("no file descriptor was free to receive it")
         return self.slabs[number]
 
     def borrow(
@@ -508,11 +511,11 @@ class ForeignSlabs:
     ) -> Any:
         """Return the memory at `address`.
 
-        It is `private` if others use the memory, too, so that they must not see writes to it.
-        `findable` memory may be lent on, see `find`.
+        If `private`, others also use the memory, and must not see writes to what is returned.
+        `find` finds only `findable` memory, so only that may be lent on.
 
         Raises:
-            SharedMemoryError: it cannot be mapped here; it counts as returned.
+            SharedMemoryError: it cannot be mapped here. It then counts as returned.
         """
         key = address, nbytes
         try:
@@ -551,7 +554,8 @@ class ForeignSlabs:
         return mapping
 
     def take_missing(self) -> list[int]:
-        """Return the slabs that their owners should send again, since the last call."""
+        """Return the slabs that were found missing since the last call. Their owners should send
+        them again."""
         missing, self._missing = self._missing, set()
         return list(missing)
 
@@ -561,12 +565,11 @@ class ForeignSlabs:
                 raise SharedMemoryError(why)
 
     def find(self, core: torch.Tensor) -> tuple[int, BorrowedMemory] | None:
-        """Return the address of `core`, and what keeps its memory alive, if that memory is borrowed
-        here.
+        """Return the address of `core` and its memory, if that memory is borrowed here.
 
-        A call whose graph is made again reads the memory once more. Until then, writes to it must
-        be counted, and PyTorch does not count writes to inference tensors. In inference mode calls
-        leave no graphs, so there these tensors are found.
+        A call whose graph is rebuilt reads the memory again. Until then, writes to it must be
+        counted, and PyTorch does not count writes to inference tensors. So these are found only in
+        inference mode, where calls leave no graphs.
         """
         if core.is_inference() and not torch.is_inference_mode_enabled():
             return None
@@ -585,14 +588,12 @@ class ForeignSlabs:
             self.notify()
 
     def hide(self, view: weakref.ref[memoryview], pointer: int) -> None:
-        """Stop finding this memory, because another process would not see what is written here from
-        now on."""
+        """Stop finding this memory, because other processes do not see later writes to it."""
         if self._pointers.get(pointer, (0, None, None))[2] is view:
             del self._pointers[pointer]
 
     def close(self) -> None:
-        """Stop returning memory, because no owner is left. Each slab is unmapped when its last view
-        dies."""
+        """Stop returning memory. Each slab is unmapped when its last view dies."""
         self.closed = True
         let_go(self)
         for number in list(self._unmapped):
@@ -608,17 +609,17 @@ class ForeignSlabs:
             table.clear()
 
     def collect(self) -> list[tuple[int, int]]:
-        """Return the addresses that are not needed here any more, since the last call, and how
-        often each was received."""
+        """Return the addresses that became unused here since the last call, and how often each was
+        received."""
         if WITHHELD:
             let_go()
         returned, self._given_back = self._given_back, []
         while self._dead:
             key, pointer, view, private = self._dead.popleft()
             if private is not None and not remap(private, mmap.MAP_SHARED):
-                continue  # later writes of its owner would not be seen here: never use it again
+                continue  # never return it, because later writes of its owner would be unseen here
             self.hide(view, pointer)
-            # otherwise it was borrowed again, and the end of that view will report both
+            # Otherwise it was borrowed again, and the death of the new view will report both.
             if self._views.get(key) is view:
                 del self._views[key]
                 returned.append((key[0], self._received.pop(key)))
@@ -626,7 +627,7 @@ class ForeignSlabs:
 
 
 def size_class(nbytes: int) -> int:
-    """Round up to 4, 5, 6 or 7 times a power of two pages, which wastes at most a quarter."""
+    """Round up to 4, 5, 6 or 7 times a power of two pages. This wastes at most a quarter."""
     pages = max(1, -(-nbytes // PAGE))
     step = 1 << max(0, pages.bit_length() - 3)
     return -(-pages // step) * step * PAGE
@@ -634,7 +635,7 @@ def size_class(nbytes: int) -> int:
 
 def no_mapping(why: str) -> SharedMemoryError:
     return SharedMemoryError(
-        f"the system refuses to map shared memory of another process here ({why}); drop results "
+        f"the system refuses to map another process's shared memory here ({why}); drop results "
         "that are no longer needed, or "
         "raise the limits of the process (ulimit -v, ulimit -n)"
     )
@@ -644,32 +645,31 @@ def no_room(nbytes: int, error: Exception | None = None) -> SharedMemoryError:
     if isinstance(error, OSError) and error.errno == errno.EFBIG:
         limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
         return SharedMemoryError(
-            f"no shared memory ({nbytes:,} bytes asked for): the limit on the size of files holds "
-            "for "
-            f"it, too ({limit:,} bytes; pieces of {SLAB_BYTES:,} bytes or more are needed); raise "
-            "it (ulimit -f unlimited)"
+            f"cannot allocate shared memory ({nbytes:,} bytes requested): the limit on file sizes "
+            f"applies to it ({limit:,} bytes, and at least {SLAB_BYTES:,} are needed); raise the "
+            "limit (ulimit -f unlimited)"
         )
     return SharedMemoryError(
-        f"no room in shared memory for a tensor ({nbytes:,} bytes asked for, {free_memory():,} "
+        f"no room in shared memory for a tensor ({nbytes:,} bytes requested, {free_memory():,} "
         "bytes of memory free); "
         "drop results that are no longer needed, or cut the item into smaller ones"
     )
 
 
-# --- borrowed memory in a forked child: it keeps the content that it has at the fork
+# --- borrowed memory in a forked child keeps its content as of the fork
 #
 # A shared mapping stays shared after a fork. The child would see later writes of the slot's owner
-# and of its parent, and the parent would see the child's writes. So memory that is borrowed at an
-# `os.fork` becomes the child's own. There are two ways:
+# and of its parent, and the parent would see the child's writes. So the child gets its own version
+# of all memory that is borrowed at an `os.fork`. There are two ways:
 #
-#     mapped    [1] Before the fork the parent maps the pages anew, privately. So its writes and the
+#     mapped    [1] Before the fork the parent remaps the pages privately. So its writes and the
 #               child's stay apart, page by page.
 #               [2] The parent does not return the memory before the child has ended (`Token`),
 #               because pages without writes are still the owner's.
 #               [3] Once the view is dead, and before the memory is returned, it is shared again.
-#     copied    The child copies the memory, and the parent waits for that. This is for memory that
-#               cannot be mapped privately, or when no descriptor is left to map it by. It is also
-#               for workers, whose end returns all memory even if they have forked children.
+#     copied    The child copies the memory, and the parent waits. This is done if the memory cannot
+#               be mapped privately or its descriptor is closed. Workers also do it, because the
+#               memory of a worker that ends is returned even if its children live on.
 #
 # Guarantees: memory that another thread borrows during a fork is treated like memory that was
 #     borrowed before it.
@@ -694,9 +694,9 @@ FAILED = ctypes.c_void_p(-1).value
 ADD_SEALS, SEAL_WRITE = 1033, 0x08  # F_ADD_SEALS, F_SEAL_WRITE
 
 
-# Borrowed memory that is in use: its address, its size, its slab (None if it was mapped privately
-# from the beginning), and what returns it. This is a plain tuple because each result has one, and a
-# class takes 0.1 us more.
+# Borrowed memory that is in use: the memory, its address, size and slab (None if it was mapped
+# privately from the beginning), and the object that returns it. This is a plain tuple because each
+# result has one, and a class takes 0.1 us more.
 View: TypeAlias = tuple[weakref.ref[memoryview], int, int, Slab | None, ForeignSlabs]
 
 # all shared views of this process, by the id of the weak reference
@@ -704,15 +704,16 @@ SHARED: dict[int, View] = {}
 # views that were mapped privately, or copied, because of a fork
 PRIVATE: dict[int, View] = {}
 FORKS: list[Fork] = []  # forks that are running
-# Forks whose children still need memory, which is not returned. Without a token, this lasts until
-# the pool ends.
+# Forks whose children still need memory, which is therefore not returned. Without a token, this
+# lasts until the pool ends.
 WITHHELD: list[Fork] = []
-# held while shared views become private: each only once, or later writes would be lost
+# Held while shared views become private, so that each does so only once. A second time would lose
+# the writes after the first.
 MAPPING = threading.RLock()
 
 
 def watch(view: View) -> None:
-    """Let children see this memory as it is when they are forked, until `forget`."""
+    """Make sure that forked children see this memory as it was at the fork, until `forget`."""
     SHARED[id(view[0])] = view
     if FORKS:
         for fork in list(FORKS):
@@ -726,8 +727,8 @@ def forget(memory: weakref.ref[memoryview]) -> View | None:
 
 
 def remap(view: View, how: int) -> bool:
-    """Map the pages anew. Return False if the system refuses, or if other code has closed the
-    slab's descriptor."""
+    """Remap the pages. Return False if the system refuses, or if other code has closed the slab's
+    descriptor."""
     slab, (start, size) = view[3], pages_of(view)
     assert slab is not None
     try:
@@ -751,11 +752,10 @@ def pages_of(view: View) -> tuple[int, int]:
 
 
 def copy_here(view: View) -> None:
-    """Replace a view's pages with private copies. Copy it piece by piece, because memory that is
-    reused is faster.
+    """Replace a view's pages with private copies, piece by piece, because reused memory is faster.
 
     Raises:
-        SharedMemoryError: the system has no memory for it.
+        SharedMemoryError: the system does not have enough memory.
     """
     start, size = pages_of(view)
     try:
@@ -766,20 +766,19 @@ def copy_here(view: View) -> None:
             ctypes.memmove(piece, content, nbytes)
     except (OSError, MemoryError) as error:
         raise SharedMemoryError(
-            f"a forked child has no memory for copies of its parent's tensors ({size:,} bytes), "
-            "and sees what becomes of "
-            "them there; drop results before you fork"
+            f"a forked child has no memory for copies of its parent's tensors ({size:,} bytes), so "
+            "it will see the parent's later changes to them; drop results before you fork"
         ) from error
 
 
 class Token:
-    """Tells whether a child is alive, or one of its children. They inherit a mapping, which they
-    keep even if they close all descriptors."""
+    """Shows whether a child or one of its children is alive. They inherit a mapping, and keep it
+    even if they close all descriptors."""
 
     def __init__(self) -> None:
         self._descriptor = -1
         self._start: int | None = None
-        # without the mapping, the end of the child is not noticed, and nothing is returned
+        # Without the mapping, the end of the child goes unnoticed, and nothing is returned.
         with contextlib.suppress(OSError):
             self._descriptor = os.memfd_create("mpgrad-fork", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.truncate(self._descriptor, PAGE)
@@ -795,7 +794,7 @@ class Token:
             return True
         try:
             fcntl.fcntl(self._descriptor, ADD_SEALS, SEAL_WRITE)
-        except OSError:  # EBUSY: a process could write there
+        except OSError:  # EBUSY: a process has a writable mapping
             return True
         return False
 
@@ -805,13 +804,13 @@ class Token:
 
 
 def let_go(closed: ForeignSlabs | None = None) -> None:
-    """Release memory that was kept for children that have ended. `closed` returns no more memory,
-    so nothing is kept for it."""
+    """Release memory that was kept for children that have ended. Keep nothing more for `closed`,
+    which no longer returns memory."""
     for fork in list(WITHHELD):
         if closed is not None:
             fork.kept.pop(closed, None)
         if not fork.kept or (fork.token is not None and not fork.token.is_held()):
-            with contextlib.suppress(ValueError):  # another thread was faster
+            with contextlib.suppress(ValueError):  # another thread has removed it
                 WITHHELD.remove(fork)
 
 
@@ -820,7 +819,7 @@ def seen(memories: list[memoryview | None]) -> list[bool]:
     kept only for earlier children.
 
     Assumes: `MAPPING` is held, so no fork withholds more between the two counts. Memory that is
-    released meanwhile counts as seen.
+    released between them counts as seen.
     """
     memories.append(memoryview(b""))  # only this list refers to it
     *counts, ours = [sys.getrefcount(memory) for memory in memories]
@@ -832,7 +831,7 @@ def seen(memories: list[memoryview | None]) -> list[bool]:
 
 
 class Fork:
-    """A fork that is running in a thread; later, the memory that is withheld for its child."""
+    """A fork that a thread is running, and later the memory that is withheld for its child."""
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
@@ -842,7 +841,7 @@ class Fork:
         self._pipe: tuple[int, int] | None = None
 
     def keep(self, view: View) -> memoryview | None:
-        """Withhold this memory from return. Return None if nothing uses it any more."""
+        """Withhold this memory. Return None if nothing uses it any more."""
         memory, foreign_slabs = view[0](), view[4]
         if memory is not None and not foreign_slabs.closed:
             self.kept.setdefault(foreign_slabs, []).append(memory)
@@ -855,7 +854,7 @@ class Fork:
             for (key, view), is_seen in zip(
                 views, seen([view[0]() for _, view in views]), strict=True
             ):
-                # a reference, so that it stays mapped
+                # the reference keeps it mapped
                 memory = self.keep(view) if is_seen else None
                 if memory is not None and key in SHARED:
                     self.copies |= not make_private(key, view)
@@ -883,7 +882,7 @@ class Fork:
     def in_child(self) -> None:
         try:
             for key, view in list(SHARED.items()):
-                memory = view[0]()  # a reference, so that it stays mapped
+                memory = view[0]()  # the reference keeps it mapped
                 if memory is not None:
                     copy_here(view)
                     PRIVATE[key] = view

@@ -1,10 +1,11 @@
-"""A process has a class only once, but each operation sees the attributes that the class had in the
-caller when the operation began. Worker's side.
+"""A worker has one copy of each class, but each operation sees the attributes that the class had in
+the caller when the operation began. Worker's side.
 
-    operation 1  loaded: rate = 1                       runs again: takes the class back, rate = 1
-    operation 2                  loaded: takes it, rate = 2; 1 keeps what it left
-So before a call or a backward runs, the classes of its operation get their attributes back,
-deletions included.
+    operation 1  loaded: rate = 1                          runs again: takes the class, rate = 1
+    operation 2                  loaded: takes the class,
+                                 rate = 2; operation 1 keeps its attributes
+Before a call or a backward runs, the classes of its operation get their attributes back, and lose
+those that the operation did not have.
 
 Guarantees: no code of the classes or their metaclasses runs when attributes are put back. Nothing
     is kept for an operation that cannot run again.
@@ -32,11 +33,11 @@ ABSENT = object()
 
 
 class ClassStates(dict[type, dict[str, Any]]):
-    """The classes that came with one operation, and their attributes while another one's are in
-    place."""
+    """The classes that came with one operation, and their attributes while the classes have those
+    of another operation."""
 
     def take(self, kind: type) -> None:
-        """Make the class this operation's."""
+        """Give the class this operation's attributes."""
         owner = OWNERS.get(kind, lambda: None)()
         if owner is not self:
             if owner is not None:
@@ -47,8 +48,8 @@ class ClassStates(dict[type, dict[str, Any]]):
         self.setdefault(kind, {})
 
 
-# For each class that came from the caller, the operation whose attributes it has. Nothing is kept
-# for an operation that nobody can run again.
+# The operation whose attributes a class has, for each class that came from the caller. Nothing is
+# kept for an operation that cannot run again.
 OWNERS: weakref.WeakKeyDictionary[type, Callable[[], ClassStates | None]] = (
     weakref.WeakKeyDictionary()
 )
@@ -61,7 +62,7 @@ def place_classes(states: Iterable[ClassStates]) -> None:
 
 
 def own_attributes(kind: type) -> dict[str, Any]:
-    """Return the attributes of a class, apart from those that Python made."""
+    """Return the attributes of a class, except those that Python made."""
     found = {
         name: value
         for name, value in vars(kind).items()
@@ -71,7 +72,7 @@ def own_attributes(kind: type) -> dict[str, Any]:
 
 
 def restore(kind: type, attributes: Mapping[str, Any]) -> None:
-    """Give the class these attributes, and no others, whatever its metaclass says of that."""
+    """Give the class exactly these attributes, without calling its metaclass."""
     now = own_attributes(kind)
     for name in now.keys() - attributes.keys() - {OF_MEMBERS}:
         type.__delattr__(kind, name)
@@ -82,12 +83,12 @@ def restore(kind: type, attributes: Mapping[str, Any]) -> None:
 
 
 def attributes_of_members(kind: type) -> dict[str, dict[str, Any]]:
-    """Return what the members of an enumeration have besides their names."""
+    """Return the attributes of an enumeration's members."""
     members: Mapping[str, Any] = kind.__members__ if issubclass(kind, enum.Enum) else {}
     return {
         name: {each: value for each, value in vars(member).items() if not made_by_enum(each)}
         for name, member in members.items()
-        if member.name == name  # others are aliases
+        if member.name == name  # otherwise it is an alias
     }
 
 
@@ -100,11 +101,12 @@ def set_members(kind: type, attributes: Mapping[str, Mapping[str, Any]]) -> None
 
 
 def made_by_enum(name: str) -> bool:
-    return name.startswith("_") and name.endswith("_") and name != "_value_"  # which may be mutable
+    # a `_value_` may be mutable
+    return name.startswith("_") and name.endswith("_") and name != "_value_"
 
 
 BASES = "__bases__"
-# A key that is not an attribute's name.
+# a key that cannot be the name of an attribute
 OF_MEMBERS = "the members' attributes"
-# Python adds these by itself.
+# Python adds these itself
 MADE_BY_PYTHON = {"__slotnames__", "_abc_impl", "__weakref__", "__dict__"}

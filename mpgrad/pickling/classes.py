@@ -1,17 +1,17 @@
-"""Classes are sent by value if no worker can import them. Types of ctypes are sent too.
+"""Classes are sent by value if workers cannot import them. Types of ctypes are also sent.
 
 Such classes are defined in a script or in a function. cloudpickle sends them by value, and
 recognises a class that comes back, so each process has it once. But cloudpickle then writes the
-received attributes into that class. This is right in a worker, whose classes should be as the
-caller's are now. It is wrong in the caller, where the classes are the user's own. cloudpickle also
-rebuilds a class with `__slots__` without them. Instances then have a `__dict__`, which the caller's
-instances cannot take back. Here the caller's classes stay as they are, and both sides keep the
-slots.
+received attributes into that class. This is right in a worker, whose classes should match the
+caller's current ones. It is wrong in the caller, where the classes are the user's own. cloudpickle
+also drops `__slots__` when it rebuilds a class. Instances then have a `__dict__`, which the
+caller's instances cannot take back. Here the caller's classes stay unchanged, and both sides keep
+the slots.
 
 The metaclasses of ctypes types have no names in `ctypes`, so cloudpickle cannot send these types.
-Pointers, arrays and prototypes are rebuilt from what they were made of. The worker imports
-structures of the user's modules, and uses its own open libraries and files. A script's structures
-are refused, and so is the type that a library uses for its functions.
+Pointers, arrays and prototypes are rebuilt from their parts. The worker imports structures of the
+user's modules, and uses its own open libraries and files. A script's structures are refused, and so
+is the type that a library uses for its functions.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ __all__ = [
 # copies of the caller's classes, for tasks in this process
 COPIES: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()
 OURS: weakref.WeakSet[type] = weakref.WeakSet()  # pickled by value here, so they may come back
-# Their parts could be pickled. But somebody who waits for a copy, or passes it something, would
-# wait in vain.
+# Their parts could be pickled. But a task that waits for a copy, or passes it something, would wait
+# for ever.
 CALLERS_OWN = threading.Thread, subprocess.Popen, queue.Queue, Future
 SETS_CLASS = set_attributes.__module__, set_attributes.__name__
 
@@ -93,8 +93,8 @@ def loads(pickled: bytes) -> Any:
 
 
 def loads_initializer(pickled: bytes) -> tuple[Any, Any, list[types.FunctionType]]:
-    """Load an initializer with its arguments, the caller's names that lead to it, if it has any,
-    and the functions that came by value."""
+    """Load an initializer and its arguments. Return these, the caller's names of its objects if
+    there are any, and the functions that came by value."""
     unpickler = InitializerUnpickler(stream := io.BytesIO(pickled))
     whole = unpickler.load()
     names = unpickler.load() if stream.tell() < len(pickled) else None
@@ -107,7 +107,7 @@ class ClassPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is
     A class that came from the other side is pickled by its name there.
     """
 
-    to_caller = True  # who has the classes and modules that came from there
+    to_caller = True  # the receiver already has the classes and modules that it sent
 
     def reducer_override(self, value: object) -> Any:
         if self.to_caller and isinstance(value, type) and value in COPIES:
@@ -117,7 +117,7 @@ class ClassPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is
             and value in TRACKER_ID_OF
             and PLACED.hides(value.__module__, value.__qualname__.partition(".")[0])
         ):
-            # The caller has it, under its number.
+            # the caller finds it by its tracker id
             return with_slots(value, dynamic_class_reduce(value))
         if isinstance(value, type) and (reduced := reduce_c_type(value)) is not None:
             return reduced
@@ -139,15 +139,15 @@ class ClassPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is
 
 
 def of_pydantic(value: type) -> tuple[Any, Any] | None:
-    """Return the generic model of pydantic that a model was made from, and its parameters."""
+    """Return the generic pydantic model that a model was made from, and the model's parameters."""
     made_from = vars(value).get("__pydantic_generic_metadata__") or {"origin": None}
     return None if made_from["origin"] is None else (made_from["origin"], made_from["args"])
 
 
 def other_place(value: type) -> tuple[str, str] | None:
-    """Return the module and the name under which a library has a class that gives other ones.
+    """Return the library module and the name that lead to a class, if its own ones are wrong.
 
-    Enumerations of pybind11 give another name. The outcomes of pytest give another module.
+    Enumerations of pybind11 have a wrong name. The outcomes of pytest have a wrong module.
     """
     home = value.__module__
     if home not in sys.modules or home == "__main__" or is_own(home):
@@ -166,18 +166,18 @@ def dynamic(value: type) -> Any:
 
 
 def with_slots(value: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Add what cloudpickle leaves out of a class: its slots, its name, and its registrations.
+    """Add the parts of a class that cloudpickle leaves out: slots, qualified name, registrations.
 
-    Slots and name are arguments. After the class is made it would be too late.
+    The slots and the name are arguments, because they cannot be set after the class is made.
     """
     if reduced[0] not in (make_bare_class, make_bare_enum):  # found by its name, or None's class
         return reduced
     make, arguments, (state, _), *rest = reduced
     if CLASS_OF[arguments[-2]] is not value:
         raise TypeError(
-            f"cannot pickle the class {value.__qualname__!r}: it is equal to another one, because "
-            f"its metaclass {type(value).__qualname__!r} has an __eq__ of its own; let a class be "
-            "equal to itself only"
+            f"cannot pickle the class {value.__qualname__!r}: it is equal to another class, "
+            f"because its metaclass {type(value).__qualname__!r} defines __eq__; let a class be "
+            "equal only to itself"
         )
     more = registered_for(value)
     state = {**state, BASES: value.__bases__}
@@ -187,16 +187,17 @@ def with_slots(value: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
     given = {**given, "__qualname__": value.__qualname__}
     slots = slots_in(value)
     if vars(value).get("__pydantic_complete__"):
-        # All names of the function that defined the class. It does not need them any more.
+        # These are the local names of the function that defined the class. A complete class does
+        # not need them.
         state = {**state, "__pydantic_parent_namespace__": None}
     if type(value).__module__ == "msgspec._core":
         state = {name: each for name, each in state.items() if not is_of_struct(value, name, each)}
         parts = given | {"__annotations__": vars(value).get("__annotations__", {})}
         if "__post_init__" in vars(value):
-            parts["__post_init__"] = finish  # msgspec looks for it only now
+            parts["__post_init__"] = finish  # msgspec looks for it only when it makes the class
         arguments = slots, *first, parts, *struct_parts(value), tracker_id, extra
         return make_struct, arguments, (state, more), *rest
-    if typing.NamedTuple in arguments[2]:  # among the bases; it handles slots by itself
+    if typing.NamedTuple in arguments[2]:  # among the bases; NamedTuple makes its own slots
         slots = None
     if slots is not None:
         state = {name: each for name, each in state.items() if not is_slot(value, name, each)}
@@ -212,24 +213,24 @@ def make_class(
     tracker_id: str | None,
     extra: object,
 ) -> type:
-    """Make a class, or return the one that this process has under the tracker id."""
+    """Make a class, or return the class that this process already has for the tracker id."""
     known: type | None = CLASS_OF.get(tracker_id)
     if known is not None:
         return known
     members = {sys.intern(each): value for each, value in given.items()}
     made = None
     if slots is not None:
-        with contextlib.suppress(TypeError):  # the metaclass adds some of them
+        with contextlib.suppress(TypeError):  # the metaclass adds some of the slots itself
             made = bare_class(kind, name, bases, {**members, "__slots__": slots})
         if made is not None and set(slots) - set(slots_in(made) or ()):
-            # a library's metaclass makes them of what is no longer in the class's body
+            # A library's metaclass makes the slots from parts of the class body that are gone.
             made = made_by_python(kind, name, bases, {**members, "__slots__": slots})
     tracked: type = track(tracker_id, made or bare_class(kind, name, bases, members))
     return tracked
 
 
 def make_enum(*parts: Any) -> type:
-    """Make an enumeration, or return the one that this process has under the tracker id."""
+    """Make an enumeration, or return the one that this process already has for the tracker id."""
     bases, *_, tracker_id, _ = parts
     made: type | None = CLASS_OF.get(tracker_id)
     if made is None:
@@ -238,7 +239,7 @@ def make_enum(*parts: Any) -> type:
     return made
 
 
-# A class of msgspec has to be made with its fields.
+# A msgspec class must be made with its fields.
 def make_struct(
     slots: Sequence[str],
     kind: Any,
@@ -251,7 +252,7 @@ def make_struct(
     extra: object,
 ) -> type:
     # long because: these are the arguments of `make_class`, and two more
-    """Make a class of msgspec, or return the one that this process has under the tracker id."""
+    """Make a msgspec class, or return the one that this process already has for the tracker id."""
     made: type | None = CLASS_OF.get(tracker_id)
     if made is None:
         field = sys.modules["msgspec"].field
@@ -265,7 +266,7 @@ def make_struct(
 
 
 def finish(made: Any) -> None:
-    """Call the method that the class has got since."""
+    """Call the `__post_init__` that the class was given after it was made."""
     type(made).__post_init__(made)
 
 
@@ -287,7 +288,7 @@ def struct_parts(value: Any) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]
         for name in dir(value.__struct_config__)
         if not name.startswith("_")
     }
-    # the signature would need all types that the annotations name
+    # reading `kw_only` from the signature would need all types that the annotations name
     config["kw_only"] = any(name not in value.__match_args__ for name in fields)
     return fields, config
 
@@ -301,9 +302,9 @@ def is_of_struct(owner: type, name: str, member: object) -> bool:
 def bare_class(
     kind: type[type], name: str, bases: tuple[Any, ...], members: dict[str, Any]
 ) -> type:
-    """Make a class without the user's code that ran when the class was defined.
+    """Make a class without running the user's code that ran when the class was defined.
 
-    This code is the `__init_subclass__` of bases, and methods of the metaclass. Its effects come
+    This code is `__init_subclass__` of the bases, and methods of the metaclass. Its effects arrive
     with the state of the class, and with the objects that it wrote to.
     """
     resolved = types.resolve_bases(bases)
@@ -323,7 +324,7 @@ def bare_class(
 def made_by_python(
     kind: type[type], name: str, bases: tuple[Any, ...], members: dict[str, Any]
 ) -> type:
-    """Make a class without the code of a library's metaclass."""
+    """Make a class without running the code of a library's metaclass."""
     resolved = types.resolve_bases(bases)
     make: Any = next(
         each.__new__ for each in type.mro(kind) if each.__module__ in sys.stdlib_module_names
@@ -365,21 +366,20 @@ def quiet(bases: Sequence[Any]) -> Iterator[None]:
 
 
 BEGINS = "__init_subclass__"
-QUIET = (
-    threading.RLock()
-)  # the classes belong to the process, and some engines' workers are threads
+# the classes belong to the process, and some engines' workers are threads
+QUIET = threading.RLock()
 
 
 def made_like_own(
     module: str, path: str, tracker_id: str, make: Callable[..., type], arguments: tuple[Any, ...]
 ) -> type:
-    """Make the class, or take the worker's import of it if that is of the same kind.
+    """Use the worker's import of the class if it is alike. Otherwise make the class.
 
-    So the effects of the import still hold: the class may be registered with a library, or be the
-    base of another class.
+    This keeps the effects of the import: the class may be registered with a library, or be the base
+    of another class.
     """
     found: Any = sys.modules.get(module)
-    with contextlib.suppress(ImportError):  # then the worker has no such class
+    with contextlib.suppress(ImportError):  # the worker does not have the module
         found = own_import(module)
     found = at_path(found, path)
     is_free = tracker_id not in CLASS_OF and found not in TRACKER_ID_OF
@@ -391,7 +391,7 @@ def made_like_own(
 
 
 def is_alike(found: type, make: Callable[..., type], arguments: tuple[Any, ...]) -> bool:
-    """Whether the class `found` is what `make(*arguments)` would give."""
+    """Whether the class `found` is like the class that `make(*arguments)` would return."""
     if make is make_enum:
         bases, _, _, members, *_ = arguments
         return (
@@ -411,7 +411,7 @@ def slots_in(value: type) -> list[str] | None:
 
 
 def is_slot(owner: type, name: str, member: object) -> bool:
-    """Whether the member is a slot under its own name. Under further names it is a plain
+    """Whether the member is a slot under its own name. Under another name it is a plain
     attribute."""
     return isinstance(member, types.MemberDescriptorType) and (
         member.__objclass__,
@@ -420,7 +420,7 @@ def is_slot(owner: type, name: str, member: object) -> bool:
 
 
 def set_class(made: type, state: Any) -> None:
-    """Set the attributes of a class, whatever its metaclass says of that, and register it."""
+    """Set the attributes of a class without calling its metaclass, and register the class."""
     attributes, registered = state
     for name, value in attributes.items():
         if name == "_abc_impl":
@@ -432,8 +432,7 @@ def set_class(made: type, state: Any) -> None:
 
 
 def leave_ours(made: type, state: Any) -> None:
-    """Set the state of a class that was made here, and leave a class that existed before
-    unchanged."""
+    """Set the state of a class that was made here. Leave a class that already existed unchanged."""
     if made not in OURS:
         set_class(made, state)
 
@@ -451,8 +450,8 @@ class ClassUnpickler(pickle.Unpickler):
     def __init__(self, *arguments: Any, copies: dict[str, type] | None = None, **more: Any) -> None:
         """Make an unpickler.
 
-        If `copies` is given, classes by value become copies, because the caller's own exist in this
-        process. `copies` holds them by tracker id.
+        If `copies` is given, classes by value become copies, because the caller's own classes exist
+        in this process. `copies` stores them by tracker id.
         """
         super().__init__(*arguments, **more)
         self._copies = copies
@@ -469,7 +468,7 @@ class ClassUnpickler(pickle.Unpickler):
 
 
 class InitializerUnpickler(ClassUnpickler):
-    """Notes each function that comes by value."""
+    """Records each function that arrives by value."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -486,19 +485,19 @@ class InitializerUnpickler(ClassUnpickler):
 
 
 def set_copy(made: type, state: Any) -> None:
-    """Set the state as `leave_ours` does, but always for copies."""
+    """Set the state as `leave_ours` does. A copy always gets it."""
     (set_class if made in COPIES else leave_ours)(made, state)
 
 
 def copied(make: Callable[..., type], copies: dict[str, type], *arguments: Any) -> type:
-    """Make a class with `make`, apart from this process's class with the same tracker id."""
+    """Make a copy of this process's class with the same tracker id, by `make`."""
     if make is made_like_own:
         *_, make, arguments = arguments
         return make(*arguments)
     *others, tracker_id, extra = arguments
     if tracker_id in CLASS_OF and issubclass(CLASS_OF[tracker_id], BaseException | enum.Enum):
-        # The caller's filters and handlers know an exception by its class. An enumeration's members
-        # must stay the same objects.
+        # The caller's filters and handlers recognise an exception by its class. An enumeration's
+        # members must stay the same objects.
         return class_of_ours(tracker_id)
     if tracker_id not in copies:
         copies[tracker_id] = made = make(*others, None, extra)
@@ -518,7 +517,7 @@ def follow(made: type, state: Any) -> None:
     set_class(made, state)
 
 
-# What a class has although its state does not contain it.
+# attributes that a class has although its state does not contain them
 NOT_IN_STATE = MADE_BY_PYTHON | {"__module__", "__doc__", "__slots__", "__match_args__"}
 NOT_IN_STATE |= {"__annotations__", "__annotate_func__", "__annotations_cache__"}
 
@@ -544,8 +543,8 @@ def reduce_c_type(value: type) -> Reduced | None:
     """Return how to rebuild a type of ctypes; None for other types and for those of libraries.
 
     Raises:
-        TypeError: nobody can make it again: a script derived it, or it is the type of an open
-            library's functions.
+        TypeError: it cannot be rebuilt, because a script derived it, or because it is the type of
+            an open library's functions.
     """
     kind: Any = type(value)
     if not any(each.__module__ == "_ctypes" for each in kind.__mro__):
@@ -554,14 +553,14 @@ def reduce_c_type(value: type) -> Reduced | None:
         return attribute_here, (value.__module__, value.__qualname__)
     for make, arguments in origins(value):
         with contextlib.suppress(TypeError):
-            # ctypes makes each of the other types only once.
+            # except for this one, ctypes makes each type only once
             if make(*arguments) is value or value.__qualname__ == OF_PYTHON:
                 return make, arguments
     if importable_as(value) is not None:
         return None
     raise TypeError(
-        f"cannot pickle the class {value.__qualname__!r}, which is one of ctypes or derived from "
-        "one"
+        f"cannot pickle the class {value.__qualname__!r}, which is a ctypes class or is derived "
+        "from one"
     )
 
 

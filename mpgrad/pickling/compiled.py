@@ -1,15 +1,15 @@
-"""A worker compiles the functions and modules that torch.compile made once, not for each operation.
+"""If torch.compile made a function or module, a worker compiles it once, not once an operation.
 
-PyTorch stores compiled code with a function's code object. Its guards look into the dictionary of
-globals that the function was compiled with. But each operation loads its function anew, around its
-own tensors. So if a compiled function is loaded, equal code objects become one object. Functions of
-one module then share one dictionary of globals in all operations, as in the caller.
+PyTorch stores compiled code with a function's code object. Its guards read the dictionary of
+globals that the function was compiled with. But each operation loads its function again, with its
+own tensors. So when a compiled function is loaded, equal code objects become one object. Functions
+of one module share one dictionary of globals in all operations, as in the caller.
 
     caller  compiled ──► (original, options)
-    worker  load: code and globals as before, values noted ──► GlobalsSnapshot
+    worker  load: the same code and globals, values recorded ──► GlobalsSnapshot
             call, backward: `with placement` puts the values in their places
-Guarantees: a call and its backward see the globals of their own operation, whatever was loaded
-    since.
+Guarantees: a call and its backward see the globals of their own operation, whatever is loaded in
+    between.
 Assumes: a thread runs one function at a time, or one inside another.
 """
 
@@ -41,7 +41,7 @@ Namespace = dict[str, Any]
 MOST_CODES = 4096
 MOST_CLASSES = 256
 MOST_CONTEXTS = 256
-# This text is in each pickle that has a compiled function. Elsewhere it does no harm.
+# Each pickle of a compiled function contains this text. In other pickles it does no harm.
 MARK = __name__.encode()
 MARKS = (
     "_torchdynamo_",
@@ -53,16 +53,16 @@ MARKS = (
 
 
 class CompilerNamespaces(threading.local):
-    """The objects that a thread's compiled functions share from operation to operation."""
+    """The objects that a thread's compiled functions share in all operations."""
 
     def __init__(self) -> None:
         self.codes: dict[types.CodeType, types.CodeType] = {}
         # results of torch.compiler.disable, by code, globals and options
         self.disabled: dict[tuple[Any, ...], Any] = {}
-        # These classes are kept, because PyTorch drops the code compiled for a class that is gone.
+        # Classes are kept, because PyTorch drops the code that it compiled for a class that dies.
         self.classes: dict[type, None] = {}
         self.namespaces: dict[tuple[Any, ...], Namespace] = {}
-        # By options. PyTorch takes code compiled under another context for not compiled.
+        # By options. PyTorch does not reuse code that was compiled under another context.
         self.contexts: dict[bytes, Any] = {}
         # the snapshot whose values are in the namespaces
         self.placed: GlobalsSnapshot | None = None
@@ -77,7 +77,7 @@ class GlobalsSnapshot:
 
     def __init__(self) -> None:
         self._values: dict[int, tuple[Namespace, Namespace]] = {}  # by id of the namespace
-        # the globals that came and the lasting globals, by id of the former
+        # the received globals and the lasting globals, by id of the received ones
         self._met: dict[int, tuple[Namespace, Namespace]] = {}
         self._before: list[GlobalsSnapshot | None] = []
 
@@ -98,9 +98,9 @@ class GlobalsSnapshot:
                 namespace.update(values)
 
     def _take_over(self) -> None:
-        """Remove everything of the snapshot before.
+        """Remove the names of the previous snapshot.
 
-        A name that only it has could hide a builtin, and nobody would ever remove it.
+        A name that only that snapshot has could hide a builtin, and would never be removed.
         """
         if ROOMS.placed is not None:
             ROOMS.placed._withdraw()
@@ -112,7 +112,7 @@ class GlobalsSnapshot:
                 namespace.pop(name, None)
 
     def load(self, unpickle: Callable[[], Any]) -> Any:
-        """Run `unpickle`, which gets its functions from `make_function` and `set_state`."""
+        """Run `unpickle`, which makes functions by `make_function` and `set_state`."""
         self._take_over()
         try:
             return unpickle()
@@ -122,10 +122,7 @@ class GlobalsSnapshot:
                 ROOMS.running.place()
 
     def forget(self) -> None:
-        """Let go of the values.
-
-        If another snapshot is in place, its owner has already removed them.
-        """
+        """Remove the values, unless another snapshot has already removed them."""
         if ROOMS.placed is self:
             ROOMS.placed = None
             self._withdraw()
@@ -133,7 +130,7 @@ class GlobalsSnapshot:
     def make_function(
         self, code: types.CodeType, came: Namespace, name: str | None, defaults: Any, closure: Any
     ) -> types.FunctionType:
-        """Make a function over the lasting globals."""
+        """Make a function with the lasting globals."""
         if len(ROOMS.codes) > MOST_CODES:
             ROOMS.codes.clear()
             ROOMS.disabled.clear()
@@ -142,8 +139,8 @@ class GlobalsSnapshot:
         )
 
     def _namespace(self, came: Namespace) -> Namespace:
-        """Return the lasting dictionary for `came`, the globals of some module, filled with their
-        values."""
+        """Return the lasting dictionary for `came`, the received globals of a module, and copy
+        their values into it."""
         _, namespace = self._met.get(id(came), (came, None))
         if namespace is None:
             module = came.get("__name__"), came.get("__file__")
@@ -154,8 +151,8 @@ class GlobalsSnapshot:
             namespace = ROOMS.namespaces.setdefault(
                 (*module, number), {"__builtins__": __builtins__}
             )
-            # Leave the module's name out. By this name the compiler would look for globals in the
-            # worker's own import.
+            # The module's name is left out, because the compiler would use it to look for globals
+            # in the worker's own import.
             namespace.update({name: value for name, value in came.items() if name != "__name__"})
             self._met[id(came)] = came, namespace
         return namespace
@@ -163,8 +160,8 @@ class GlobalsSnapshot:
     def set_state(
         self, set_function: Callable[[Any, Any], None], function: types.FunctionType, state: Any
     ) -> None:
-        """Set the state with `set_function`, and note the values to put in place when the function
-        runs."""
+        """Set the state with `set_function`, and record the values to put in place when the
+        function runs."""
         namespace, values = self._values.setdefault(
             id(function.__globals__), (function.__globals__, {})
         )
@@ -175,7 +172,7 @@ class GlobalsSnapshot:
         set_function(function, state)
 
     def put(self, came: Namespace, names: Namespace) -> None:
-        """Add further globals, of a module that came from the caller."""
+        """Add further globals of a module that came from the caller."""
         namespace = self._namespace(came)
         self._values.setdefault(id(namespace), (namespace, {}))[1].update(names)
         namespace.update(names)
@@ -187,18 +184,18 @@ class GlobalsSnapshot:
         set_class(made, state)
 
 
-# --- how a pickle represents what the compiler made
+# --- how a pickle represents functions and modules that the compiler made
 
 
 def check_compiler() -> None:
-    # Imported late: with its probes it takes 10 ms, which workers need not spend.
+    # This is imported late, because it takes 10 ms with its probes, which workers do not need.
     from mpgrad.torch_state import behaviours
 
     behaviours.check_compiler()
 
 
 def reduce_compiled(value: Any) -> tuple[Any, ...] | None:
-    """Reduce a function or module that the compiler made; None for any other."""
+    """Reduce a function or module that the compiler made. Return None for any other."""
     is_module = isinstance(value, torch.nn.Module)
     if not (is_optimized(value) if is_module else made_by_compiler(value)):
         return None
@@ -219,7 +216,7 @@ def without_marks(attributes: dict[str, Any]) -> dict[str, Any]:
     """Return a function's attributes without those that functools.wraps copied from a compiled
     function.
 
-    With these marks the function would be taken for a compiled one.
+    These marks would make the function look compiled.
     """
     return (
         {name: value for name, value in attributes.items() if not name.startswith(MARKS)}
@@ -253,17 +250,14 @@ def set_and_compile(
 
 
 def compiled_again(original: Any, options: bytes) -> Any:
-    """Return `torch.compile(original, **options)`.
-
-    It uses the earlier context with the same options, if there is one.
-    """
+    """Return `torch.compile(original, **options)`. Reuse the context of earlier equal options."""
     context = ROOMS.contexts.get(options)
     if context is not None:
         return context(original)
     compiled = torch.compile(original, **classes.loads(options))
     if len(ROOMS.contexts) > MOST_CONTEXTS:
         ROOMS.contexts.clear()
-    # There is no context if the environment says not to compile.
+    # There is no context if environment variables disable compilation.
     if (context := compiler_context(compiled)) is not None:
         ROOMS.contexts[options] = context
     return compiled
@@ -272,9 +266,9 @@ def compiled_again(original: Any, options: bytes) -> Any:
 def disabled_again(original: Any, options: dict[str, Any], is_plain: bool) -> Any:
     """Disable the compiler for a function, as `torch.compiler.disable` does.
 
-    A plain function, which consists of code and globals only, gets the same object as before. The
-    pickler says whether it is plain, because a recursive function gets its defaults only after this
-    call.
+    A plain function, which consists only of code and globals, gets the same object each time. The
+    pickler decides whether it is plain, because a recursive function gets its defaults only after
+    this call.
     """
     disable: Any = torch.compiler.disable
     if not is_plain:

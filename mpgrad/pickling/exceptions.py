@@ -1,11 +1,11 @@
-"""A task's exception is sent to the caller, and an error names the part that pickle refuses.
+"""A task's exception is sent to the caller. If pickle refuses an object, the error names it.
 
-pickle says "cannot pickle '_io.TextIOWrapper' object", but not which object holds it. So the value
-is searched after the failure. Some part of it fails by itself, then some part of that part, and so
-on, down to an object of which no part fails.
+pickle reports "cannot pickle '_io.TextIOWrapper' object", but not which object refers to that file.
+So the value is searched after the failure. The search goes from the value to a part that also
+fails, then to a part of that part, and so on. It ends at an object whose parts can all be pickled.
 
 Guarantees: the search costs nothing unless something fails. The path ends early after `SECONDS`, or
-    if an object's own code fails. The error that is raised stays the first one.
+    if an object's own code fails. The first error is the one that is raised.
 """
 
 from __future__ import annotations
@@ -73,15 +73,16 @@ def carried(error: BaseException) -> bytes:
             if issubclass(type(classes.loads(pickled)), BaseException):
                 return pickled
         except BaseException:
-            # The exception's own code runs here and may do anything. The next form runs less of it.
+            # The exception's own code runs here and may raise anything. The next form runs less of
+            # it.
             continue
     raise InternalError("a RemoteError could not be pickled")
 
 
 class ExceptionPickler(classes.ClassPickler):
-    """Pickles exceptions, with tensors as values.
+    """Pickles exceptions. Their tensors become values without gradients.
 
-    The call that raised has left no graph. A leaf would silently collect gradients.
+    The failed call has left no graph, so a leaf would silently collect gradients.
     """
 
     rebuilds_all = False
@@ -96,7 +97,7 @@ class ExceptionPickler(classes.ClassPickler):
 
 
 class RebuildingPickler(ExceptionPickler):
-    """Pickles an exception whose class's own code fails to do so."""
+    """Pickles an exception without its class's own code, because that code fails."""
 
     rebuilds_all = True
 
@@ -104,10 +105,10 @@ class RebuildingPickler(ExceptionPickler):
 def one_more(error: BaseException) -> BaseException:
     """Copy an exception for one more thread that waits for it.
 
-    A raised exception keeps the frames that it came through, and would show them to all others.
+    A raised exception keeps the frames of its thread, and would show them to all other threads.
     """
     copied: BaseException | None = None
-    # The class's code runs here, and it may want other arguments.
+    # The class's own code runs here, and may require other arguments.
     with contextlib.suppress(Exception):
         if not is_rebuilt(type(error)):
             copied = copy.copy(error)
@@ -123,9 +124,9 @@ def one_more(error: BaseException) -> BaseException:
 def raised_again(
     pickled: bytes, traceback: str, phase: str, call: str, worker: str, given: str = ""
 ) -> BaseException:
-    """Return a task's exception as it is raised in the parent.
+    """Return a task's exception for the parent to raise.
 
-    It has its own type, the remote traceback as cause, and a note.
+    It has the original type, the remote traceback as its cause, and a note.
     """
     try:
         error = classes.loads(pickled)
@@ -141,10 +142,11 @@ def raised_again(
     )
     if not issubclass(type(error), BaseException):
         error = RemoteError(
-            f"an exception that is none when it is loaded here ({type(error).__qualname__})"
+            "an exception became another object when it was loaded here "
+            f"({type(error).__qualname__})"
         )
     elif issubclass(type(error), SystemExit):
-        # The program ends with this exception and does not say where it was raised.
+        # The program ends with this exception and does not report where it was raised.
         log.warning("a task called sys.exit: %s", note)
     write(error, "__cause__", RemoteTraceback(traceback))
     add_note(error, note)
@@ -158,17 +160,17 @@ SECONDS = 5.0
 
 
 def not_carried(error: Exception, subject: str, value: object, may_wait: bool = False) -> NoReturn:
-    """Raise `error`, with which pickling `value` failed, with the same type and the named
+    """Raise an error for `value`, whose pickling raised `error`. It has the same type and names the
     `subject`.
 
     The `subject` is a text such as "item 3". An error that an object's own code raised stays the
-    same object, and the subject becomes a note. `may_wait` says that the value may contain futures.
+    same object, and the subject becomes a note. If `may_wait`, the value may contain futures.
     """
     if isinstance(error, UnsupportedTorchError):
         raise error
     if type(error) in (TypeError, pickle.PicklingError):
         raise type(error)(why_not(error, subject, value, may_wait)) from error
-    # The loop that reads items from their source would take a StopIteration for the end.
+    # To the loop that reads items from their source, a StopIteration would mean the end.
     if isinstance(error, StopIteration):
         raise pickle.PicklingError(why_not(error, subject, value, may_wait, repr(error))) from error
     add_note(error, why_not(error, subject, value, may_wait, ""))
@@ -178,7 +180,7 @@ def not_carried(error: Exception, subject: str, value: object, may_wait: bool = 
 def why_not(
     error: Exception, subject: str, value: object, may_wait: bool = False, words: str | None = None
 ) -> str:
-    """Say by which path the culprit is reached and what to do. `words` are the error's words."""
+    """Return a message with the path to the culprit and a remedy. `words` are the error's words."""
     words = str(error) if words is None else words
     path, culprit = find(value, functools.partial(fails, may_wait))
     remedy = remedy_for(culprit) or (ELSE if str(error).lower().startswith(PICKLES_OWN) else "")
@@ -208,7 +210,7 @@ def fails(may_wait: bool, value: object) -> bool:
 
 
 class CulpritPath(NamedTuple):
-    path: str  # from the value that was to be sent; "" if the value itself is the culprit
+    path: str  # from the value to the culprit; "" if the value itself is the culprit
     culprit: object
 
 
@@ -218,11 +220,8 @@ class NamedPart(NamedTuple):
 
 
 def find(value: object, fails: Callable[[object], bool]) -> CulpritPath:
-    """Return the innermost part of `value` that cannot be pickled, although all of its own parts
-    can.
-
-    `fails` tries one part.
-    """
+    """Return the innermost part of `value` that cannot be pickled although all of its own parts
+    can. `fails` tests one part."""
     deadline = time.monotonic() + SECONDS
     path, seen = "", {id(value)}
     while True:
@@ -246,7 +245,7 @@ def find(value: object, fails: Callable[[object], bool]) -> CulpritPath:
 def is_culprit(
     part: object, seen: set[int], fails: Callable[[object], bool], deadline: float
 ) -> bool:
-    """Whether to look into `part`: it is new, there is time left, and it fails too."""
+    """Whether to search `part`: it is new, time is left, and it also fails."""
     return id(part) not in seen and time.monotonic() < deadline and fails(part)
 
 
@@ -256,7 +255,7 @@ shown = SHORT.repr  # works even if the object's own `repr` fails
 
 
 def parts(value: object) -> Iterator[NamedPart]:
-    """Yield the parts that pickle would include with `value`, each under the name a user would
+    """Yield the parts that pickle would include with `value`, with the names that a user would
     write."""
     if isinstance(value, types.FunctionType):
         yield from parts_of_function(value)
@@ -293,8 +292,8 @@ def parts(value: object) -> Iterator[NamedPart]:
             NamedPart(f".{name}", each) for name, each in attributes_of_cache(value).items()
         )
         for entry in entries_with_tensors(value):
-            yield NamedPart(f" (what its cache has for {shown(entry.key)})", entry.result)
-            yield NamedPart(f" (the key {shown(entry.key)} of its cache)", entry.key)
+            yield NamedPart(f" (its cached result for {shown(entry.key)})", entry.result)
+            yield NamedPart(f" (its cache's key {shown(entry.key)})", entry.key)
     elif (cached := getattr(value, "__wrapped__", None)) is not None:
         yield NamedPart("", cached)
     else:
@@ -320,8 +319,8 @@ def parts_of_function(function: types.FunctionType) -> Iterator[NamedPart]:
 
 
 def parts_of_state(value: object) -> Iterator[NamedPart]:
-    """Yield the parts that the object is rebuilt from, which are its attributes unless it has its
-    own way."""
+    """Yield the parts that the object is rebuilt from. These are its attributes, unless it defines
+    its own way of pickling."""
     try:
         reduced = value.__reduce_ex__(5)
     except Exception:  # the object refuses, so it is the culprit
@@ -343,17 +342,15 @@ def parts_of_state(value: object) -> Iterator[NamedPart]:
 
 
 def remedy_for(culprit: object) -> str:
-    """Say what to do about an object that has no meaning outside the caller's process.
-
-    It returns "" if nothing more is known about the object.
-    """
+    """Return a remedy for an object that has no meaning outside the caller's process, or "" if none
+    is known."""
     names = {f"{each.__module__}.{each.__qualname__}" for each in type(culprit).__mro__}
     return next((words for kinds, words in REMEDIES.items() if names & set(kinds)), "")
 
 
-# By name, because most of these modules are never imported.
+# These classes are given by name, because most of their modules are never imported.
 ONCE = "or once a worker, with Pool(initializer=...)"
-ELSE = f"make it in the function, {ONCE}, or leave it out in the __getstate__ of what holds it"
+ELSE = f"make it in the function, {ONCE}, or leave it out in the __getstate__ of its owner"
 PICKLES_OWN = ("cannot pickle", "can't pickle", "can't get")
 REMEDIES = {
     (
@@ -374,40 +371,39 @@ REMEDIES = {
         "builtins.generator",
         "builtins.coroutine",
         "builtins.async_generator",
-    ): "make a list of what it gives, or call in the function what gave it",
-    ("threading.Thread",): "start it in the function, or have the function not reach it",
+    ): "make a list of its values, or make it in the function",
+    ("threading.Thread",): "start it in the function, or keep it out of the function's reach",
     (
         "subprocess.Popen",
         "multiprocessing.process.BaseProcess",
-    ): "it is the caller's child: pass what it gave, or start it in the function",
+    ): "it is the caller's child: pass its output, or start it in the function",
     (
         "multiprocessing.synchronize.SemLock",
         "_multiprocessing.SemLock",
-    ): "workers are no children of multiprocessing's: use "
-    "one of a multiprocessing.Manager(), or lock a file (fcntl.flock) that each opens by its name",
+    ): "workers are not children of multiprocessing: use "
+    "one of a multiprocessing.Manager(), or lock a file (fcntl.flock) that each opens by name",
     (
         "queue.Queue",
         "_queue.SimpleQueue",
         "multiprocessing.queues.Queue",
         "multiprocessing.queues.SimpleQueue",
-    ): "return what "
-    "was to be put into it, and pass what was to be taken out; or use a queue of a "
-    "multiprocessing.Manager()",
-    ("torch.nn.parallel.distributed.DistributedDataParallel",): "carry the module that it was made "
-    "of (its .module), and leave the wrapper in the caller",
+    ): "return the values that you would put into it, and pass the values that you would take out; "
+    "or use a queue of a multiprocessing.Manager()",
+    ("torch.nn.parallel.distributed.DistributedDataParallel",): "send the wrapped module (its "
+    ".module), and leave the wrapper in the caller",
     (
         "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel",
         "torch.distributed.fsdp.FSDPModule",
-    ): "carry a module that is not sharded, with its full state dict "
+    ): "send a module that is not sharded, with its full state dict "
     "(torch.distributed.checkpoint.state_dict)",
     (
         "torch.distributed.distributed_c10d.ProcessGroup",
         "torch.distributed.distributed_c10d.Store",
         "torch.distributed.distributed_c10d.Work",
-    ): "workers are no ranks of its group: communicate in the caller, or call "
+    ): "workers are not ranks of its group: communicate in the caller, or call "
     "torch.distributed.init_process_group in the worker, with Pool(initializer=...)",
     ("torch.library.Library", "torch._library.custom_ops.CustomOpDef"): REGISTER,
     ("concurrent.futures._base.Future",): "pass its result()",
-    ("torch.jit.Future",): "pass what it gives (wait())",
+    ("torch.jit.Future",): "pass its value (wait())",
     ("builtins.frame", "builtins.traceback"): "pass its text (traceback.format_exc())",
 }

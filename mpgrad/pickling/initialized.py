@@ -1,15 +1,17 @@
-"""What an initializer sets in a worker stays there, whatever functions bring later. Both sides.
+"""A worker keeps the values that an initializer sets, even if functions that arrive later bring
+other values. Both sides.
 
-Programs of multiprocessing set a global in the initializer and read it in their tasks. The caller
-does not have this global, or has another value.
+Programs that use multiprocessing set a global in the initializer and read it in their tasks. The
+caller does not have this global, or has another value.
 
-    the initializer is pickled ──► with the names of the user's modules and of the script that lead
+    the initializer is pickled ──► with the names in the script and in the user's modules that lead
                                    to its objects (`CallersNames`)
-    it runs in a worker        ──► what differs then: names, and attributes of functions and classes
+    it runs in a worker        ──► the worker records the changes: names, and attributes of
+                                   functions and classes
     a function is loaded       ──► the same places get the initializer's values
 
-If the initializer changed an object in place, this object takes the place of the one that the
-caller sends, under all names that led to it when the pool began.
+If the initializer changed an object in place, this object replaces the one that the caller sends,
+under all names that led to it when the pool began.
 
 Assumes: an initializer writes to modules that are imported when it begins, or that it names. What
     only closures share has no name. It changes no memory in place that a file or another library
@@ -46,21 +48,21 @@ __all__ = [
     "set_initialized",
 ]
 
-Path = tuple[str, str]  # a module, and a name in it; an empty one for the module itself
+Path = tuple[str, str]  # a module and a name in it, which is empty for the module itself
 
-# What the initializer set, by the path of the module, function or class that has it.
+# the values that the initializer set, by the path of their module, function or class
 INITIALIZED: dict[Path, dict[str, Any]] = {}
 
 ABSENT = object()
-# An object of these types has no contents, or they are noted as a place of their own.
+# Objects of these types have no contents, or their contents are a `Place` of their own.
 NOT_SEARCHED = {type(None), bool, int, float, complex, str, bytes, type, types.ModuleType}
 NOT_SEARCHED |= {types.FunctionType, types.BuiltinFunctionType, types.CodeType, types.FrameType}
 
 
 class SharedTensors:
-    """Copies of tensors in shared memory that the initializer was given.
+    """Copies of tensors in shared memory that were among the initializer's arguments.
 
-    In torch.multiprocessing, tasks write to such tensors, and the caller sees it.
+    In torch.multiprocessing, tasks write to such tensors, and the caller sees the writes.
     """
 
     def __init__(self) -> None:
@@ -72,7 +74,7 @@ class SharedTensors:
         return made
 
     def are_written(self) -> bool:
-        """Whether somebody has written to one since this was asked last."""
+        """Whether one was written since the last call of this method."""
         before, self._versions = self._versions, [each._version for each in self._copies]
         return before != self._versions
 
@@ -90,27 +92,29 @@ def path_of(value: types.FunctionType | type) -> Path:
 
 Contents = Mapping[str, Any]
 Modules = Sequence[tuple[str, Contents]]  # names and contents
-Place = tuple[Path, object, Contents]  # with the object that has the contents
+Place = tuple[Path, object, Contents]  # the object has the contents
 OF_FUNCTIONS = {"__defaults__", "__kwdefaults__"}
+FUNCTIONS_AND_CLASSES = (types.FunctionType, type)
 
 
 class CallersNames(NamedTuple):
-    """The names of the caller's that lead to what an initializer may change."""
+    """The caller's names of the objects that an initializer may change."""
 
     values: Mapping[Path, dict[str, Any]]  # names of objects that come with the initializer
-    aliases: Mapping[Path, dict[str, Path]]  # further names of what modules have
+    aliases: Mapping[Path, dict[str, Path]]  # the script's names of objects that modules have
     imports: Sequence[str]  # the modules that the initializer names
 
 
 def names_leading_to(objects: Mapping[int, Any], modules: Modules) -> dict[Path, dict[str, Any]]:
-    """Return the names of these objects, which are given by id, and of all that holds one."""
+    """Return the names of these objects, whose keys are their ids, and of objects that lead to
+    one."""
     held = {number for number, each in objects.items() if is_searched(each)}
     found: dict[Path, dict[str, Any]] = {}
     for path, _, contents in places(modules, ()):
         for name, value in named(contents):
             if (
                 id(value) in objects
-                if isinstance(value, type | types.FunctionType)
+                if is_kind(value, FUNCTIONS_AND_CLASSES)
                 else held and not held.isdisjoint(map(id, led_to_by([value])))
             ):
                 found.setdefault(path, {})[name] = value
@@ -123,10 +127,10 @@ def noted(
     functions: Sequence[types.FunctionType],
     names: Mapping[Path, Contents],
 ) -> None:
-    """Run the initializer, and note what differs then.
+    """Run the initializer, and record what it has changed.
 
-    `modules` are the user's modules and the script. `functions` are those that came with the
-    initializer, and `names` are the caller's names of its objects.
+    `modules` are the user's modules and the script. `functions` came with the initializer, and
+    `names` are the caller's names of its objects.
     """
     modules = [*modules, *((path[0], values) for path, values in names.items() if not path[1])]
     of_caller = [(path, values, values) for path, values in names.items()]
@@ -134,7 +138,7 @@ def noted(
         (holder, dict(contents))
         for _, holder, contents in [*of_caller, *places(modules, functions)]
     ]
-    # With what each one refers to, so that no new object gets the address of an old one.
+    # The referents are kept alive, so that no new object gets the address of an old one.
     held = {id(each): (each, held_by(each), gc.get_referents(each)) for each in led_to_by(before)}
     initialize()
     SHARED.are_written()  # its own writes do not count
@@ -156,7 +160,7 @@ def noted(
 def set_initialized(
     path: Path, put: Callable[[str, Any], None], delete: Callable[[str], None]
 ) -> None:
-    """Give a module, function or class what the initializer has set."""
+    """Give a module, function or class the values that the initializer has set."""
     for name, value in INITIALIZED.get(path, {}).items():
         if value is ABSENT:
             with contextlib.suppress(AttributeError, KeyError):
@@ -166,16 +170,16 @@ def set_initialized(
 
 
 def places(modules: Modules, functions: Sequence[types.FunctionType]) -> Iterator[Place]:
-    """Yield everything that has names: the modules, and their functions and classes."""
+    """Yield all places that contain names: the modules, and their functions and classes."""
     found: dict[int, Any] = {id(each): each for each in functions}
     names = {name for name, _ in modules}
     waiting: list[Contents] = [contents for _, contents in modules]
     for contents in waiting:
         for value in list(contents.values()):
-            is_code = isinstance(value, types.FunctionType | type) and value.__module__ in names
+            is_code = is_kind(value, FUNCTIONS_AND_CLASSES) and value.__module__ in names
             if is_code and id(value) not in found:
                 found[id(value)] = value
-                if isinstance(value, type):
+                if is_kind(value, type):
                     waiting.append(vars(value))
     yield from [((name, ""), contents, contents) for name, contents in modules]
     for value in found.values():
@@ -184,19 +188,24 @@ def places(modules: Modules, functions: Sequence[types.FunctionType]) -> Iterato
 
 
 def named(contents: Contents) -> Iterator[tuple[str, Any]]:
-    """Yield the names that are the user's."""
+    """Yield the user's names and their values."""
     for name, value in list(contents.items()):
         if name in OF_FUNCTIONS or not (name.startswith("__") or name in MADE_BY_PYTHON):
             yield name, value
 
 
+def is_kind(value: object, kinds: Any) -> bool:
+    """Whether the value is an instance, without running code of its class, as `isinstance` may."""
+    return issubclass(type(value), kinds)
+
+
 def is_searched(value: object) -> bool:
-    """Whether the value may have contents of its own that change."""
-    return type(value) not in NOT_SEARCHED and not isinstance(value, type | tuple | frozenset)
+    """Whether the value may have contents that can change."""
+    return type(value) not in NOT_SEARCHED and not is_kind(value, (type, tuple, frozenset))
 
 
 def led_to_by(values: list[Any]) -> list[Any]:
-    """Return these values, and everything that they lead to."""
+    """Return these values, and all objects that can be reached from them."""
     found, level, seen = list[Any](), values, set(map(id, values))
     while level := [each for each in level if type(each) not in NOT_SEARCHED]:
         found += level
@@ -208,8 +217,8 @@ def led_to_by(values: list[Any]) -> list[Any]:
 
 def held_by(value: Any) -> list[int]:
     """Return what tells whether the value was changed in place."""
-    parts = [*gc.get_referents(value), *(value if isinstance(value, dict) else ())]
-    if isinstance(value, torch.Tensor):
+    parts = [*gc.get_referents(value), *(dict.keys(value) if is_kind(value, dict) else ())]
+    if is_kind(value, torch.Tensor):
         with without_subclasses():
             version = checksum(value) if value.is_inference() else value._version
             address = value.data_ptr() if value.layout is torch.strided else 0
@@ -232,12 +241,12 @@ def shows_own_memory(value: Any) -> bool:
     Other memory may have been unmapped. Reading it would kill the worker.
     """
     arrays = getattr(sys.modules.get("numpy"), "ndarray", ())
-    while not isinstance(value, bytes | bytearray | array.array):
-        if isinstance(value, arrays):
+    while not is_kind(value, (bytes, bytearray, array.array)):
+        if is_kind(value, arrays):
             if value.flags.owndata:
                 return True
             value = value.base
-        elif isinstance(value, memoryview):
+        elif is_kind(value, memoryview):
             value = value.obj
         else:
             return False

@@ -1,6 +1,7 @@
-"""An initializer is pickled with the caller's names of what it may change. Caller's side.
+"""An initializer is pickled with the caller's names of the objects that it may change. Caller's
+side.
 
-`mpgrad.pickling.initialized` says what a worker does with them.
+`mpgrad.pickling.initialized` describes how a worker uses the names.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class InitializerPickler(ClassPickler):
 
 
 def dumps_initializer(initializer: Any, arguments: tuple[Any, ...]) -> bytes:
-    """Pickle an initializer, then the caller's names of what it may change."""
+    """Pickle an initializer, then the caller's names of the objects that it may change."""
     buffer = io.BytesIO()
     pickler = InitializerPickler(buffer, protocol=5)
     pickler.dump((initializer, arguments))
@@ -60,7 +61,7 @@ def dumps_initializer(initializer: Any, arguments: tuple[Any, ...]) -> bytes:
 
 
 def only_carried(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the values that can be pickled. No function can bring others, such as files."""
+    """Return the values that can be pickled. Functions cannot bring others, such as files."""
     found = {}
     for name, value in given.items():
         with contextlib.suppress(Exception):
@@ -70,13 +71,13 @@ def only_carried(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def callers_names(pickler: InitializerPickler) -> CallersNames:
-    """Return the names that lead to what has been pickled, or to what its modules have."""
+    """Return the names that lead to pickled objects, or to contents of the modules they name."""
     objects = {number: each for number, (_, each) in pickler.memo.copy().items()}
     own = {name: vars(each) for name, each in list(sys.modules.items()) if is_own(name)}
     texts = {each for each in objects.values() if type(each) is str}
     imports = sorted(own.keys() & texts.union(*map(WORDS.findall, texts)))
     namespaces = [vars(sys.modules["__main__"])]
-    # A script's functions may have a namespace of their own.
+    # a script's functions may have a namespace of their own
     namespaces += [each.__globals__ for each in objects.values() if type(each) is FUNCTION]
     scripts = {id(each): each for each in namespaces if each.get("__name__") == "__main__"}
     others = [("__main__", each) for each in scripts.values()]

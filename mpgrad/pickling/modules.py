@@ -1,22 +1,22 @@
-"""The user's own modules are sent in part: the parts that code uses, rebuilt in the worker.
+"""The parts of the user's modules that code uses are sent, and rebuilt in the worker.
 
 A worker could import these modules, but it would get them as they are on disk, without the caller's
 later changes and reloads. So the parts that a function uses are sent by value (`state` makes the
-pickle). This module reads from the code which parts these are. In a worker, or in the caller for a
-call that runs there, it puts them into modules again. Only the functions that were sent see these
+pickle). This module determines these parts from the code. In a worker, or in the caller for a call
+that runs there, it puts them back into modules. Only the functions that were sent see these
 modules, as their globals or when they `import` them. So each operation has the modules as they were
 when it began. Names that were not sent come from the worker's own import.
 
-Code may also find names at run time (by `eval`, `globals()["w"]`, `import __main__`). Nobody can
-read from the code which names these are. So a function gets the names that its strings mention,
-then all other names of its script that can be pickled and are not large. An `UncarriedName` takes
-the place of each other name. Any use of it raises an error that says why the name is missing.
-Without it, `globals().get("w", 0)` would go on with 0.
+Code may also find names at run time (by `eval`, `globals()["w"]`, `import __main__`). The code does
+not show which names these are. So a function gets the names that its strings mention, then all
+other names of its script that can be pickled and are not large. An `UncarriedName` replaces each
+remaining name. Any use of it raises an error with the reason why the name is missing. Without it,
+`globals().get("w", 0)` would continue with 0.
 
-Assumes: code looks into a module by names that are written in the code (`module.name`, `from
-    module import name`). A module that is used in another way, for example passed to a function, is
-    sent with everything in it. A user's module has all its names (`mpgrad.pickling.state`). Lookups
-    at run time are handled for scripts and for code that `exec` made.
+Assumes: code reads a module by names that are written in the code (`module.name`, `from module
+    import name`). A module that is used in another way, for example passed to a function, is sent
+    with all its names. So is a user's module whose functions find names at run time. `Lookups`
+    handles such functions in scripts and in code that `exec` made.
 """
 
 from __future__ import annotations
@@ -106,11 +106,11 @@ __all__ = [
     "uses_of",
 ]
 
-# --- the names that code uses, which the pickling side asks for
+# --- the names that code uses; the pickling side calls these functions
 
 
 LIBRARIES = {"mpgrad", "torch", "numpy", "cloudpickle"}  # even if they are not installed
-# packages whose code is known, and stores nothing of the user's
+# packages whose code is known not to store objects of the user
 KNOWN = LIBRARIES | sys.stdlib_module_names
 BY_ATTRIBUTE = {"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR"}
 
@@ -119,7 +119,7 @@ def is_own(name: str | None) -> bool:
     """Whether the module is the user's own, but not the main script.
 
     Such a module was imported from the user's file, or made by the user. An editable install
-    counts, and so does a module that was passed to `cloudpickle.register_pickle_by_value`.
+    counts, and so does a module that was given to `cloudpickle.register_pickle_by_value`.
     """
     if name is None or name == "__main__" or name not in sys.modules:
         return False
@@ -149,8 +149,8 @@ def stands_outside_libraries(name: str) -> bool:
 
 
 def is_users_own(name: str) -> bool:
-    """Whether the module is the user's own, or the main script, or known to no process but the
-    caller's."""
+    """Whether the module is the user's own, the main script, or a module that `sys.modules` does
+    not contain."""
     return name == "__main__" or name not in sys.modules or is_own(name)
 
 
@@ -175,7 +175,7 @@ def is_of_libraries(module: object) -> bool:
 
 
 def module_of(function: types.FunctionType) -> str | None:
-    """Return the user's module whose globals are the function's."""
+    """Return the name of the user's module whose globals the function uses."""
     name = function.__globals__.get("__name__")
     if not isinstance(name, str) or not is_own(name):
         return None
@@ -183,7 +183,7 @@ def module_of(function: types.FunctionType) -> str | None:
 
 
 def name_of(value: Any) -> WantedName | None:
-    """Return the name under which a user's module has a function or class."""
+    """Return the name under which a user's module contains a function or class."""
     module, path = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     if not isinstance(module, str) or not isinstance(path, str) or not is_own(module):
         return None
@@ -193,31 +193,31 @@ def name_of(value: Any) -> WantedName | None:
 
 
 def at_path(found: Any, path: str) -> Any:
-    """Return what a module has under a dotted path; None if it has nothing there."""
+    """Return the object at a dotted path in a module, or None if there is no such object."""
     for part in path.split("."):
         found = getattr(found, part, None)
     return found
 
 
 class WantedName(NamedTuple):
-    """A name in a module of the user's own."""
+    """A name in a user's module."""
 
     module: str
-    name: str | None  # None for everything in it
+    name: str | None  # None for all names
 
 
 class NameUses(NamedTuple):
     """How the code of a function, and of functions defined in it, uses names."""
 
     names: frozenset[str]
-    loose: frozenset[str]  # names that are used for more than their attributes
-    # the module, the number of dots before it, and whether it gets another name
+    loose: frozenset[str]  # names whose values are used, not only their attributes
+    # the module, the number of dots before it, and whether it is renamed
     imports: frozenset[tuple[str, int, bool]]
 
 
 @functools.lru_cache(maxsize=4096)
 def uses_in(code: types.CodeType) -> NameUses:
-    """Read the uses of names from the bytecode."""
+    """Find the uses of names in the bytecode."""
     loose, imports = set[str](), set[tuple[str, int, bool]]()
     steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
     for number, step in enumerate(steps[:-1]):
@@ -229,7 +229,7 @@ def uses_in(code: types.CodeType) -> NameUses:
         elif step.opname == "IMPORT_FROM" and follower.argval != step.argval:
             loose.add(step.argval)
         elif step.opname.startswith("LOAD_") and follower.opname not in BY_ATTRIBUTE:
-            # Python 3.13 and later may load two names at a time.
+            # Python 3.13 and later may load two names in one instruction.
             loaded = step.argval if isinstance(step.argval, tuple) else (step.argval,)
             loose |= {name for name in loaded if isinstance(name, str)}
     inner = [
@@ -243,7 +243,7 @@ def uses_in(code: types.CodeType) -> NameUses:
 
 
 def uses_of(function: types.FunctionType, given: Mapping[str, Any]) -> Iterator[WantedName]:
-    """Yield what the function uses as attributes of the user's modules.
+    """Yield the names in the user's modules that the function uses.
 
     `given` are the values of its globals.
     """
@@ -319,7 +319,7 @@ def closure_of(function: types.FunctionType) -> dict[str, Any]:
 def contents_of(cell: types.CellType) -> list[Any]:
     try:
         return [cell.cell_contents]
-    # The cell is not filled yet, as in a recursive function while it is defined.
+    # the cell is still empty, as in a recursive function that is being defined
     except ValueError:
         return []
 
@@ -327,9 +327,9 @@ def contents_of(cell: types.CellType) -> list[Any]:
 # --- names that are found at run time
 
 
-# A key in the state of a function that looks up names: the names that were not sent, and why.
+# a key in the state of a function that looks up names: the names that were not sent, and why
 UNCARRIED = "_mpgrad_uncarried"
-UNASKED_BYTES = 1 << 20  # for all names together that no string mentions
+UNASKED_BYTES = 1 << 20  # the limit for all names together that are not mentioned in a string
 BUILTINS = {"eval", "exec", "globals", "__import__"}
 ATTRIBUTES = {
     "__globals__",
@@ -340,9 +340,9 @@ ATTRIBUTES = {
     "resolve_name",
 }
 FINDERS = {*(getattr(builtins, name) for name in BUILTINS), importlib.import_module}
-# Modules of which only these attributes lead to names.
+# in these modules only these attributes lead to names
 LEADING = {"sys": {"modules"}, "builtins": BUILTINS, "pydoc": {"locate"}}
-READS_SCRIPT = {"__main__", "sys"}  # ways by which a module's function reaches the script
+READS_SCRIPT = {"__main__", "sys"}  # by these, a module's function can reach the script
 WORDS = re.compile(r"[^\W\d]\w*")
 
 
@@ -351,7 +351,7 @@ WORDS = re.compile(r"[^\W\d]\w*")
 
 @functools.lru_cache(maxsize=4096)
 def ways_in(code: types.CodeType) -> frozenset[str]:
-    """Return the ways by which the code, or code of functions in it, may look up any name."""
+    """Return the means by which the code, or the code of inner functions, may look up any name."""
     found = ATTRIBUTES & spelled_in(code)
     for step in dis.get_instructions(code):
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
@@ -368,14 +368,14 @@ def ways_in(code: types.CodeType) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=4096)
 def spelled_in(code: types.CodeType) -> set[str]:
-    """Return names of attributes, including those in strings for `getattr`."""
+    """Return the names of attributes, including those in strings for `getattr`."""
     return {*code.co_names, *(each for each in code.co_consts if isinstance(each, str))}
 
 
 def looks_up(function: types.FunctionType) -> bool:
     """Whether the function finds names at run time by a builtin.
 
-    A method, or a function of the script, may have the name of such a builtin and does not count.
+    A method or a script's function that only has the name of such a builtin does not count.
     """
     ways = ways_in(function.__code__)
     if ways and any(way not in BUILTINS or way not in function.__globals__ for way in ways):
@@ -384,7 +384,7 @@ def looks_up(function: types.FunctionType) -> bool:
 
 
 def values_near(function: types.FunctionType) -> Iterator[Any]:
-    """Yield the values that the function has under its own names."""
+    """Yield the values of the function's globals, defaults and closure."""
     names = function.__globals__
     yield from [names[each] for each in uses_in(function.__code__).names if each in names]
     yield from [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
@@ -401,10 +401,8 @@ def leads_to_names(value: Any, code: types.CodeType) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def mentioned_in(code: types.CodeType) -> frozenset[str]:
-    """Return the words of the code's strings, and its names of attributes.
-
-    The attributes may be those of `__main__`.
-    """
+    """Return the words in the code's strings, and the names of attributes, which may be attributes
+    of `__main__`."""
     found = set(code.co_names)
     waiting = list(code.co_consts)
     while waiting:
@@ -419,19 +417,19 @@ def mentioned_in(code: types.CodeType) -> frozenset[str]:
 
 
 def stands_alone(namespace: Mapping[str, Any]) -> bool:
-    """Whether the namespace is the script's, or `exec` made it.
+    """Whether the namespace is the script's, or was made by `exec`.
 
-    Workers have the namespaces of other modules too.
+    Workers also have the namespaces of other modules.
     """
     module = sys.modules.get(str(namespace.get("__name__")))
     return module is None or module is sys.modules["__main__"] or vars(module) is not namespace
 
 
 class Lookups:
-    """The names of one namespace, for those functions of a pickle that may look them up."""
+    """The names of one namespace that the functions of a pickle may look up."""
 
     def __init__(self, contents: Mapping[str, Any], size: Callable[[Any, int | None], int]) -> None:
-        """`size(value, limit)` returns the bytes of a value by itself.
+        """`size(value, limit)` returns the size of a value's own pickle in bytes.
 
         It raises OverflowError above the limit, or the error of pickle.
         """
@@ -442,7 +440,7 @@ class Lookups:
         self.uncarried: dict[str, str] = {}  # name -> why it is not sent
 
     def names(self, mentioned: frozenset[str], given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the names that a function gets besides those it is `given`."""
+        """Return the names that a function gets in addition to those in `given`."""
         contents = dict(self._contents)
         for name in contents.keys() - self._carried - given.keys():
             if name in mentioned:
@@ -462,14 +460,14 @@ class Lookups:
     def _try(self, name: str, value: Any, limit: int | None) -> None:
         is_module = issubclass(type(value), types.ModuleType)
         if limit is not None and is_module and is_own(value.__name__):
-            self.uncarried[name] = "it is a module of your own, all of which would travel"
+            self.uncarried[name] = "it is a module of your own, which would be sent as a whole"
             return
         try:
             size = self._size(value, limit)
         except OverflowError:
             self.uncarried[name] = (
-                f"names that no string mentions have {UNASKED_BYTES >> 20} MiB together, and it "
-                "has more"
+                f"names that are not mentioned in a string share {UNASKED_BYTES >> 20} MiB, and it "
+                "needs more than is left"
             )
         except Exception as error:
             self.uncarried[name] = f"{type(error).__name__}: {error}"
@@ -483,9 +481,9 @@ class Lookups:
 
 
 class UncarriedName:
-    """Replaces a value that a function finds by name at run time, but that was not sent.
+    """Replaces a value that was not sent, for functions that find it by name at run time.
 
-    Any use of it raises an error that says why. Only `is` and `type` treat it as an ordinary
+    Any use of it raises an error with the reason. Only `is` and `type` treat it as an ordinary
     object.
     """
 
@@ -497,7 +495,7 @@ def refuse(value: Any, *given: Any, **named: Any) -> NoReturn:
     raise TypeError(object.__getattribute__(value, "_words"))
 
 
-# The methods that Python, its types and its operators call on a value. Its `repr` still works.
+# The methods that Python, its types and its operators call on a value. `repr` still works.
 BINARY = (
     *("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "divmod", "pow"),
     *("and", "or", "xor", "lshift", "rshift"),
@@ -514,7 +512,7 @@ del asked
 
 
 class MainModule(types.ModuleType):
-    """The caller's `__main__`: a module over the globals of the functions."""
+    """The caller's `__main__`, a module whose dictionary is the globals of the functions."""
 
     def __init__(self, contents: dict[str, Any]) -> None:
         super().__init__("__main__")
@@ -532,8 +530,8 @@ class MainModule(types.ModuleType):
         object.__getattribute__(self, "_contents")[name] = value
 
 
-# There is one for each dictionary, as long as somebody holds it. So `import __main__` and
-# `sys.modules` give the same module.
+# Each dictionary has one as long as it is referenced. So `import __main__` and `sys.modules` return
+# the same module.
 MAINS: weakref.WeakValueDictionary[int, MainModule] = weakref.WeakValueDictionary()
 
 
@@ -560,7 +558,7 @@ class SysModule(types.ModuleType):
 
 
 class SysReference:
-    """Represents, in the caller, the `SysModule` that a worker will make."""
+    """Represents in the caller the `SysModule` that a worker will make."""
 
     def __init__(self, contents: dict[str, Any]) -> None:
         self._contents = contents
@@ -570,7 +568,7 @@ class SysReference:
 
 
 class Modules(collections.UserDict[str, types.ModuleType]):
-    """`sys.modules`, with another `__main__`."""
+    """`sys.modules` with another `__main__`."""
 
     def __init__(self, contents: dict[str, Any]) -> None:
         self.data = sys.modules
@@ -581,7 +579,7 @@ class Modules(collections.UserDict[str, types.ModuleType]):
 
 
 def fill_main(main: MainModule, state: tuple[dict[str, Any], dict[str, str]]) -> None:
-    """Add the names that were sent, and note why the others were not."""
+    """Add the names that were sent, and the reasons why the others were not."""
     names, uncarried = state
     vars(main).update(names)
     add_uncarried(vars(main), vars(main), uncarried)
@@ -595,9 +593,7 @@ def add_uncarried(
         if name not in known and name not in given:
             path = f"{known.get('__name__', 'the caller')}.{name}"
             remedy = "name it in the function that looks it up, or pass it"
-            given[name] = UncarriedName(
-                f"{path} was not carried to this worker ({reason}); {remedy}"
-            )
+            given[name] = UncarriedName(f"{path} was not sent to this worker ({reason}); {remedy}")
 
 
 # --- modules that came from the caller
@@ -605,8 +601,8 @@ def add_uncarried(
 
 CARRIED = "_mpgrad_carried"  # in the globals of a module from the caller
 ABOUT_ITSELF = "__package__", "__path__", "__file__"  # used by a module's imports
-FAILED: dict[str, ImportError] = {}  # imports of this process that are not tried again
-# Classes that are sent, with what the import in this process gave them.
+FAILED: dict[str, ImportError] = {}  # imports that failed in this process; they are not retried
+# classes that are sent, with the attributes that the import in this process gave them
 AS_IMPORTED: weakref.WeakKeyDictionary[type, dict[str, Any]] = weakref.WeakKeyDictionary()
 
 # --- in a pickle
@@ -623,7 +619,8 @@ class NamesReference(NamedTuple):
 
 
 class OwnValueReference(NamedTuple):
-    """Represents a value that cannot be pickled. The worker's own value takes its place."""
+    """Represents a value that cannot be pickled. In the worker it becomes the worker's own
+    value."""
 
     module: str
     name: str  # a path, for an attribute of a class
@@ -637,29 +634,30 @@ class Namespaces:
     """The modules of one state (see `mpgrad.pickling.state`)."""
 
     def __init__(self, placement: GlobalsSnapshot | None = None) -> None:
-        # the copies of classes that are sent by value, if this process is the caller's
+        # copies of the classes that are sent by value, if this process is the caller's
         self.classes: dict[str, type] | None = None if PLACE.in_worker else {}
-        self.registered: list[type] = []  # of these copies, those that libraries know
+        self.registered: list[type] = []  # the copies that are registered with libraries
         self.placement = placement  # if the compiler made some functions
         self.modules: dict[str, CarriedModule] = {}
-        # the globals of the main script, if its functions look names up
+        # the globals of the main script, if its functions look up names
         self.main: dict[str, Any] | None = None
-        # the functions and classes of the main script that came along, by name
+        # the functions and classes of the main script that arrived, by name
         self.script: dict[str, Any] = {}
         # objects that are one of a kind (`mpgrad.pickling.objects`)
         self.ones: dict[str, Any] = {}
-        # of the modules, which operations may share; then of the function and its items
+        # first those of the modules, which operations may share; then those of the function and its
+        # items
         self.class_states: tuple[ClassStates, ...] = (ClassStates(),)
 
     def for_operation(self) -> Namespaces:
-        """Return the same modules for one more operation, with room for its own classes."""
+        """Return a copy with the same modules for another operation, which adds its own classes."""
         view = copy.copy(self)
         view.script, view.ones = dict(self.script), dict(self.ones)
         view.class_states = *self.class_states, ClassStates()
         return view
 
     def set_class(self, set_state: Callable[[type, Any], None], made: type, state: Any) -> None:
-        """Set the state of a class that came along, for this operation only."""
+        """Set the state of a received class, for this operation only."""
         states = self.class_states[-1]
         states.take(made)
         set_state(made, state)
@@ -674,9 +672,9 @@ class Namespaces:
         return {**vars(builtins), "__import__": self._import}
 
     def begin_again(self, script: Mapping[str, Any]) -> None:
-        """Go back to the names that a function was loaded with, and to this `script`.
+        """Restore the names that a function was loaded with, and this `script`.
 
-        Items may have brought more names since, and builtins may have changed.
+        Items may have added names since, and builtins may have changed.
         """
         self.script, self.ones = dict(script), {}
         self.class_states = (ClassStates(),)
@@ -691,7 +689,7 @@ class Namespaces:
         fromlist: Sequence[str] | None = (),
         level: int = 0,
     ) -> types.ModuleType:
-        """Find what a function's `import` asks for."""
+        """Find the module that a function's `import` names."""
         if self.main is not None and name in ("__main__", "sys"):
             return main_of(self.main) if name == "__main__" else SysModule(self.main)
         full = (
@@ -709,7 +707,7 @@ class Namespaces:
     def __enter__(self) -> None:
         """Begin a call that sees these modules.
 
-        In a worker's process, code that looks into `sys.modules` sees them too.
+        In a worker process, code that reads `sys.modules` also sees them.
         """
         PLACED.enter(self)
         if self.placement is not None:
@@ -721,7 +719,7 @@ class Namespaces:
         PLACED.leave()
 
     def find(self, module: str, path: str) -> Any:
-        """Find what `pickle` would look for in `sys.modules`."""
+        """Find an object as `pickle` does, but in these modules first."""
         found = self.modules.get(module) or imported(module)
         return operator.attrgetter(path)(found)
 
@@ -729,7 +727,7 @@ class Namespaces:
         values, contents = dict(names), vars(self.module(module))
         set_initialized((module, ""), values.__setitem__, values.__delitem__)
         contents.update(values)
-        if module == "builtins":  # functions have a dictionary of their own
+        if module == "builtins":  # functions use a separate dictionary
             self.builtins.update(values)
         if self.placement is not None:
             self.placement.put(contents, values)
@@ -740,14 +738,14 @@ class Namespaces:
         return self.modules[name]
 
 
-# Calls find what came for these in the process's own module, and write to it.
+# calls find the names that were sent for these in the process's own module, and write to it
 PROCESS_WIDE = {"builtins", "__main__"}
 
 
 def find_in(names: Namespaces, module: str, path: str) -> Any:
     """Find a name as `Namespaces.find` does.
 
-    It is a function because pickle can name functions but not methods.
+    This is a function because pickle can name functions but not methods.
     """
     return names.find(module, path)
 
@@ -755,7 +753,7 @@ def find_in(names: Namespaces, module: str, path: str) -> Any:
 def make_function(
     names: Namespaces, code: types.CodeType, own_globals: dict[str, Any], *others: Any
 ) -> types.FunctionType:
-    """Make a function with the builtins of its modules; cloudpickle would use this process's."""
+    """Make a function with the builtins of `names`. cloudpickle would use this process's."""
     if names.placement is not None:
         return names.placement.make_function(code, own_globals, *others)
     own_globals["__builtins__"] = names.builtins
@@ -763,10 +761,8 @@ def make_function(
 
 
 def set_function(made: types.FunctionType, state: tuple[Any, Any, Namespaces]) -> None:
-    """Set a function's state as cloudpickle does, but keep its builtins.
-
-    Values that an initializer has set here stay.
-    """
+    """Set a function's state as cloudpickle does, but keep its builtins, and keep the values that
+    an initializer has set here."""
     *own_state, names = state
     uncarried = state[1].pop(UNCARRIED, None)
     if state[1]["__module__"] == "__main__":
@@ -786,7 +782,7 @@ def set_function(made: types.FunctionType, state: tuple[Any, Any, Namespaces]) -
         return
     kept = made.__globals__["__builtins__"]
     function_setstate(made, own_state)
-    made.__globals__["__builtins__"] = kept  # inherited by functions that this one makes
+    made.__globals__["__builtins__"] = kept  # functions that this one makes inherit them
     if INITIALIZED:
         own = made.__globals__
         set_initialized((own.get("__name__", ""), ""), own.__setitem__, own.__delitem__)
@@ -795,14 +791,14 @@ def set_function(made: types.FunctionType, state: tuple[Any, Any, Namespaces]) -
         )
 
 
-# Pickle looks objects of these types up under their names.
+# pickle looks up objects of these types by name
 BY_NAME = types.FunctionType, type, functools._lru_cache_wrapper
 
 
 def reduce_carried(value: types.FunctionType) -> tuple[Any, ...] | None:
-    """Reduce a function on its way back to the caller, who has it.
+    """Reduce a function by name, because the caller, which gets it back, has it.
 
-    It returns None for a function whose module did not come from there.
+    Return None for a function whose module did not come from the caller.
     """
     module = value.__globals__.get(CARRIED)
     if module is None or at_path(module, value.__qualname__) is not value:
@@ -818,8 +814,8 @@ class CarriedModule(types.ModuleType):
     """A module with the names that were sent. Other names are looked up in the worker's own
     import."""
 
-    # These are set on the class, because Python 3.15 warns of globals that have them without a
-    # loader.
+    # These are class attributes, because Python 3.15 warns about globals that contain them without
+    # a loader.
     __spec__ = __loader__ = None
 
     def __init__(self, name: str, modules: Mapping[str, CarriedModule]) -> None:
@@ -835,8 +831,8 @@ class CarriedModule(types.ModuleType):
             return getattr(own_import(self.__name__), name)
         except ImportError as error:
             raise AttributeError(
-                f"module {self.__name__!r} has no attribute {name!r}: not carried, and this worker "
-                "cannot import the module"
+                f"module {self.__name__!r} has no attribute {name!r}: it was not sent, and this "
+                "worker cannot import the module"
             ) from error
 
 
@@ -845,22 +841,22 @@ def own_value(mark: OwnValueReference) -> Any:
 
 
 def left_here(mark: OwnValueReference) -> Any:
-    """Return the worker's own value, in the place of one that could not be pickled."""
+    """Return the worker's own value instead of one that could not be pickled."""
     path = f"{mark.module}.{mark.name}"
     try:
         value = getattr(own_import(mark.module), mark.name)
     except (ImportError, AttributeError) as error:
         message = (
-            f"{path} cannot be sent ({mark.type_name}), and the worker has none; make it when "
-            "it is needed"
+            f"{path} cannot be sent ({mark.type_name}), and the worker does not have it; make it "
+            "when it is needed"
         )
         raise TypeError(message) from error
     # None means that the value is made when it is needed.
     if value is not None and type(value).__qualname__ != mark.type_name:
         raise TypeError(
-            f"{path} was replaced in the caller by what cannot be sent ({mark.type_name}; the "
-            "worker imports a "
-            f"{type(value).__qualname__}); make it when it is needed, or in the pool's initializer"
+            f"{path} was replaced in the caller with a value that cannot be sent "
+            f"({mark.type_name}; the worker imports a {type(value).__qualname__}); make it when it "
+            "is needed, or in the pool's initializer"
         )
     return value
 
@@ -868,7 +864,7 @@ def left_here(mark: OwnValueReference) -> Any:
 def left_in_class(mark: OwnValueReference) -> Any:
     """Return the attribute that the worker's import gave a class.
 
-    The caller may have set another one since.
+    The class may have another attribute by now, from the caller.
     """
     path, _, name = mark.name.rpartition(".")
     try:
@@ -881,32 +877,32 @@ def left_in_class(mark: OwnValueReference) -> Any:
 class AbsentAttribute:
     """Represents an attribute that was not sent and that the worker lacks.
 
-    Reading it raises an error that says why.
+    Reading it raises an error with the reason.
     """
 
     def __init__(self, path: str, reason: str) -> None:
         self._words = (
-            f"{path} cannot be sent to or from a worker, and the worker's own import has none "
-            f"({reason})"
+            f"{path} cannot be sent to or from a worker, and the worker's own import does not have "
+            f"it ({reason})"
         )
 
     def __get__(self, instance: object, owner: type) -> Any:
-        raise TypeError(f"{self._words}; make it where its module defines the class")
+        raise TypeError(f"{self._words}; set it where its module defines the class")
 
 
 # --- `sys.modules` while a call runs
 
 
 class ModuleOverlay:
-    """Lets pickle and similar code find, while a call runs, the modules that its functions find.
+    """Shows a call's modules to pickle and to other code that reads `sys.modules`.
 
-    Code that looks into `sys.modules` would see what this process has imported. Pickle refuses an
-    object if the module has a different one under its name. So an imported module holds for a while
-    the names that were sent. A module that this process cannot import is replaced with the carried
-    one. The main module answers with the names of the script.
+    That code would find the modules that this process has imported, and pickle refuses an object if
+    its module has a different object under its name. So an imported module temporarily gets the
+    names that were sent. A module that this process cannot import is replaced with the received
+    one. The main module also finds the names of the script.
 
-    Calls of one operation follow each other. So everything stays until a call of another operation
-    begins, or until the imports themselves are wanted.
+    Calls of one operation follow each other. So the names stay in place until a call of another
+    operation begins, or until the imports themselves are needed.
 
     Assumes: one thread runs calls. Engines in the caller's process place nothing, because its
         modules are the caller's.
@@ -915,14 +911,14 @@ class ModuleOverlay:
     def __init__(self) -> None:
         self._running: list[Namespaces] = []  # nested calls
         self._current: Namespaces | None = None
-        # for each module, the names that it holds by itself
+        # for each module, its dictionary and its own values of the replaced names
         self._replaced: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._added: list[str] = []
-        # The thread that runs the calls of a worker's process. A task may have its own threads.
+        # the thread that runs the calls of a worker process; a task may have its own threads
         self._thread = 0
 
     def begin(self) -> None:
-        """Note that this process, and this thread of it, belong to a worker."""
+        """Record that this process is a worker, and that this thread runs its calls."""
         self._thread = threading.get_ident()
         vars(sys.modules["__main__"])["__getattr__"] = self.in_script
 
@@ -942,7 +938,7 @@ class ModuleOverlay:
     def take_back(self, names: Namespaces | None = None) -> None:
         """Restore the modules as this process has imported them.
 
-        With `names`, do so only if these are placed.
+        If `names` is given, do so only if it is in place.
         """
         if names is not None and names is not self._current:
             return
@@ -975,8 +971,8 @@ class ModuleOverlay:
         return module in self._added or (name in own and own[name] is not contents.get(name))
 
     def in_script(self, name: str) -> Any:
-        """Answer as `__getattr__` of the module `__main__`, from the globals of the call's
-        functions."""
+        """Find a name among the globals of the call's functions. This is the `__getattr__` of the
+        module `__main__`."""
         current = self._current
         if current is not None and name in current.script:
             return current.script[name]
@@ -985,7 +981,7 @@ class ModuleOverlay:
         for kind in reversed(list(CLASS_OF.values())):
             if (kind.__module__, kind.__qualname__) == ("__main__", name):
                 return kind
-        # Programs of multiprocessing that a task starts run this file once more.
+        # multiprocessing's child processes, which a task may start, run this file again
         if name == "__file__" and current is not None:
             files = {
                 each.__code__.co_filename
@@ -995,8 +991,8 @@ class ModuleOverlay:
             if len(files) == 1 and os.path.isfile(file := files.pop()):
                 return file
         raise AttributeError(
-            f"module '__main__' has no attribute {name!r} (a call has what its functions use of "
-            "the script)"
+            f"module '__main__' has no attribute {name!r} (a call has only the names of the script "
+            "that its functions use)"
         )
 
     def _place(self, names: Namespaces) -> None:
@@ -1033,9 +1029,9 @@ def run_initializer(
     functions: Sequence[types.FunctionType],
     names: CallersNames | None,
 ) -> None:
-    """Run the initializer. What it sets in a worker process stays as it is there.
+    """Run the initializer. The values that it sets in a worker process stay there.
 
-    `functions` are those that were loaded with it. `names` are the caller's.
+    `functions` were loaded with it. `names` are the caller's names.
     """
     if names is None or not PLACE.in_worker:  # the globals are the caller's
         initializer(*arguments)
@@ -1065,8 +1061,8 @@ def run_initializer(
 def imported(name: str) -> types.ModuleType:
     """Import a module as an import statement does.
 
-    importlib's way, in Python 3.10, would wait for a thread that was importing the module when the
-    worker was forked.
+    In Python 3.10, `importlib.import_module` would wait for a thread that was importing the module
+    when the worker was forked.
     """
     if pickle_finds(name) or name not in sys.modules:
         __import__(name)
@@ -1074,9 +1070,9 @@ def imported(name: str) -> types.ModuleType:
 
 
 def pickle_finds(module: str) -> bool:
-    """Whether `import` finds a module that exists.
+    """Whether `import` finds a module that `sys.modules` contains.
 
-    It does not find one that is named `plug.d.e` and has no parent, or `x.py`.
+    It does not find a module that is named `plug.d.e` and has no parent, or one named `x.py`.
     """
     return module.partition(".")[0] in sys.modules and module != ""
 
@@ -1088,18 +1084,17 @@ def own_import(name: str) -> types.ModuleType:
         ImportError: it cannot be imported.
     """
     from mpgrad.torch_state.private import (
-        # This is imported late, because it imports errors, which are pickled like classes, which
-        # import us.
+        # This is imported late, to avoid a circular import by way of `errors` and `classes`.
         outside_transforms,
     )
 
     if name in FAILED:
         raise FAILED[name]
-    # Perhaps another thread is importing it and waits for this one.
+    # another thread may be importing it and waiting for this one
     if name in sys.modules and not PLACE.in_worker:
         return sys.modules[name]
     try:
-        # A task may be running under other modes.
+        # a task may be running under other modes
         with outside_transforms(), torch.inference_mode(False), torch.enable_grad():
             return imported(name)
     except Exception as error:
@@ -1114,11 +1109,11 @@ def attribute_here(module: str, path: str) -> Any:
 
 
 def own_imports(names: Iterable[str]) -> None:
-    """Import modules for the effects of their import, such as registering something.
+    """Import modules for the effects of their import, such as registrations.
 
-    A function that needs none of a failing module runs without it.
+    If an import fails, functions that do not need the module still run.
     """
     for name in names:
-        # The error is kept, and raised as soon as something of the import is wanted.
+        # the error is kept in `FAILED`, and raised when the module is needed
         with contextlib.suppress(ImportError):
             own_import(name)

@@ -1,14 +1,14 @@
-"""Objects of the user's classes are rebuilt from their parts where pickle would change them.
+"""Objects of the user's classes are rebuilt from their parts if pickle would change them.
 Both sides.
 
-Pickle asks an object for methods, so a `__getattr__` of the class answers for it. It puts a
-half-made object into a dictionary, whose `__hash__` then lacks its attributes. It copies the
-`__dict__` of an object that is its own `__dict__`. It fills dictionaries and lists by their own
-methods, before these find any attributes. And it takes a name that a `__reduce__` gave for a name
-in a module, where a script's objects are not found.
+Pickle looks up methods on the object, so a `__getattr__` of its class may answer. It uses an
+unfinished object as a key, before the attributes that `__hash__` needs are set. It copies the
+`__dict__` of an object that is its own `__dict__`. It fills dictionaries and lists through their
+own methods, before the attributes that these need are set. If `__reduce__` returns a name, pickle
+looks it up in a module, where a script's objects are not found.
 
-    object ──► class, attributes that cannot change ──► empty object with these
-           ──► items, all attributes, slots         ──► put into it
+    object ──► class, immutable attributes  ──► empty object with these attributes
+           ──► items, all attributes, slots ──► put into the object
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ IS_HEAP_TYPE = 1 << 9
 
 
 def way_of(kind: Any) -> Way | None:
-    """Return how objects of a class are reduced; None if pickle rebuilds them as they are."""
+    """Return how objects of a class are reduced, or None if pickle rebuilds them correctly."""
     if isinstance(kind.__reduce_ex__, IN_PYTHON) or isinstance(kind.__reduce__, IN_PYTHON):
         return by_own_code
     if type(kind).__module__ == "msgspec._core":
@@ -55,7 +55,8 @@ def way_of(kind: Any) -> Way | None:
 
 
 def fills_itself(kind: Any) -> bool:
-    """Whether a dictionary's or list's own code would run as pickle puts in what it holds."""
+    """Whether pickle would run the code of a dictionary's or list's class when it adds the
+    items."""
     names = ("__setitem__",) if issubclass(kind, dict) else ("append", "extend")
     return issubclass(kind, dict | list) and any(
         isinstance(getattr(kind, name, None), IN_PYTHON) for name in names
@@ -63,7 +64,7 @@ def fills_itself(kind: Any) -> bool:
 
 
 def by_own_code(pickler: Any, value: Any) -> Any:
-    """Reduce an object as its class says. The class may give a name, which a worker lacks."""
+    """Reduce an object by its class's code, which may return a name that a worker lacks."""
     reduced = value.__reduce_ex__(5)
     if isinstance(reduced, str):
         return reduce_one_of_a_kind(pickler, value, reduced)
@@ -71,7 +72,7 @@ def by_own_code(pickler: Any, value: Any) -> Any:
 
 
 def member_of(value: object) -> Callable[[Any], bool]:
-    """Return whether a class has the object, and comes with it."""
+    """Return a function that tests whether a class is sent by value and contains the object."""
 
     def has(kind: Any) -> bool:
         return (
@@ -84,7 +85,7 @@ def member_of(value: object) -> Callable[[Any], bool]:
 
 
 def by_parts(pickler: Any, value: Any) -> Any:
-    """Reduce an object that pickle would ask for methods, or would hash when it is half made."""
+    """Reduce an object whose code pickle would run while the object is unfinished."""
     return reduce_by_parts(value)
 
 
@@ -94,14 +95,14 @@ def by_dictionary(pickler: Any, value: Any) -> Any:
 
 
 def by_fields(pickler: Any, value: Any) -> Any:
-    """Reduce a struct of msgspec, which by itself leaves out attributes that are no fields."""
+    """Reduce a msgspec struct. msgspec leaves out attributes that are not fields."""
     fields = {name: getattr(value, name) for name in value.__struct_fields__}
     return with_fields, (type(value), fields), attributes_in(value) or None, None, None, set_more
 
 
 def with_fields(kind: Any, fields: dict[str, Any]) -> Any:
     made = kind(**fields)
-    for name, value in fields.items():  # `__post_init__` may have changed them once more
+    for name, value in fields.items():  # `__post_init__` may have changed them again
         sys.modules["msgspec"].structs.force_setattr(made, name, value)
     return made
 
@@ -111,16 +112,16 @@ def set_more(made: Any, attributes: dict[str, Any]) -> None:
 
 
 def attributes_in(value: object) -> dict[str, Any] | None:
-    """Return the `__dict__`, whatever the class says of attributes."""
+    """Return the `__dict__` without running the class's code."""
     try:
         found: dict[str, Any] = object.__getattribute__(value, "__dict__")
-    except AttributeError:  # it has slots only
+    except AttributeError:  # it has only slots
         return None
     return found
 
 
 def contents_in(value: object) -> list[Any]:
-    """Return the items of a list or dictionary, whatever its class says of them."""
+    """Return the items of a list or dictionary without running the class's code."""
     if isinstance(value, list):
         return [*list.__iter__(value)]
     return [*dict.items(value)] if isinstance(value, dict) else []
@@ -131,7 +132,7 @@ def slots_with_values(value: object) -> dict[str, Any]:
     for kind in type(value).__mro__:
         for name, member in vars(kind).items():
             if isinstance(member, types.MemberDescriptorType):
-                with contextlib.suppress(AttributeError):  # it is empty
+                with contextlib.suppress(AttributeError):  # the slot is empty
                     found[name] = member.__get__(value)
     return found
 
@@ -139,9 +140,9 @@ def slots_with_values(value: object) -> dict[str, Any]:
 def reduce_by_parts(value: Any) -> Reduced:
     """Reduce an object to its items, attributes and slots.
 
-    Its immutable attributes come with the empty object: in a cycle it may be hashed before it gets
-    the others. If the object is its own `__dict__`, so is the one that is made from it. If its own
-    code would put the items in, they come as a list.
+    The empty object already has the immutable attributes, because in a cycle it may be hashed
+    before it gets the others. If the object is its own `__dict__`, so is the rebuilt one. If the
+    class's own code would add the items, they are sent as a list.
     """
     contents = contents_in(value)
     items = pairs = None
@@ -187,7 +188,7 @@ def set_parts(made: Any, parts: tuple[dict[str, Any] | None, dict[str, Any], lis
         object.__setattr__(made, "__dict__", made)
     elif attributes is not None:
         own: dict[str, Any] = object.__getattribute__(made, "__dict__")
-        own.clear()  # they get the caller's order
+        own.clear()  # so that the attributes get the caller's order
         own.update({sys.intern(name): each for name, each in attributes.items()})
     for name, value in slots.items():
         object.__setattr__(made, name, value)
@@ -197,11 +198,11 @@ def set_parts(made: Any, parts: tuple[dict[str, Any] | None, dict[str, Any], lis
 
 
 def reduce_one_of_a_kind(pickler: Any, value: Any, name: str) -> Any:
-    """Reduce an object whose `__reduce__` gave its name.
+    """Reduce an object whose `__reduce__` returned its name.
 
-    If a script or a function made the object, a worker cannot find the name. Then each operation
-    has the object once in a worker, as it was when it came there first, and the caller gets its own
-    back.
+    If a script or a function made the object, a worker cannot find the name. Then the worker makes
+    the object once for each operation, as it was when it first arrived, and the caller gets its own
+    object back.
     """
     module = getattr(value, "__module__", None) or type(value).__module__
     if not is_users_own(module) and at_path(sys.modules[module], name) is value:
@@ -216,7 +217,7 @@ def number_of(value: object) -> str:
     number, find = NUMBERS.get(id(value), (uuid.uuid4().hex, None))
     if find is None or find() is not value:
         number = note_one(uuid.uuid4().hex, value)
-    ONES[number] = weakly(value)  # it may come back
+    ONES[number] = weakly(value)  # it may come back to this process
     return number
 
 
@@ -243,13 +244,13 @@ def one_of_a_kind(names: Any, number: str, kind: type, attributes: dict[str, Any
 
 
 def fill(made: Any, parts: tuple[Any, Any, list[Any]]) -> None:
-    """Set the parts of an object that has none yet."""
+    """Set the parts of an object, unless it already has them."""
     if id(made) in BARE:
         BARE.remove(id(made))
         set_parts(made, parts)
 
 
-MOST_ONES = 1000  # after which those that are gone are forgotten
-ONES: dict[str, Callable[[], Any]] = {}  # those that may come back to this process
-NUMBERS: dict[int, tuple[str, Callable[[], Any]]] = {}  # of all of them, by id
-BARE: set[int] = set()
+MOST_ONES = 1000  # at this number, entries of dead objects are removed
+ONES: dict[str, Callable[[], Any]] = {}  # by number; objects that may come back to this process
+NUMBERS: dict[int, tuple[str, Callable[[], Any]]] = {}  # by id; the numbers of all these objects
+BARE: set[int] = set()  # ids of objects that do not have their parts yet

@@ -1,16 +1,15 @@
-"""Reducers pickle objects that pickle and cloudpickle refuse, or would turn into something else.
-Both sides.
+"""Reducers pickle objects that pickle and cloudpickle refuse or would change. Both sides.
 
 A forked process has a copy of everything that its parent had. So a script may keep anything in its
 globals and objects. Objects that make sense in another process are rebuilt there: caches, dispatch
 tables, weak references, and scripted and parametrized modules. PyTorch's modules are sent without
 their dictionaries for hooks if these are empty. An exception is rebuilt without its class's code,
-which may want arguments that pickle does not have. A lock guards something within one process, so
-the other process gets a new lock, which nobody holds. A file or a socket cannot be rebuilt.
-`mpgrad.pickling.exceptions` says where it is and what to do.
+which may require arguments that pickle does not have. A lock guards something within one process,
+so the other process gets a new, unlocked one. A file or a socket cannot be rebuilt. For these,
+`mpgrad.pickling.exceptions` reports the path and a remedy.
 
-Guarantees: the object of a weak reference stays alive in the worker for as long as the reference
-    does, as in the caller, where others hold it.
+Guarantees: the object of a weak reference stays alive in the worker as long as the reference does,
+    as in the caller, where other references keep it alive.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ def itself(value: Any) -> Any:
 
 
 def with_class(tensor: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor:
-    """Return the tensor itself, changed to the class. An alias would not be a leaf."""
+    """Return the tensor itself, with its class changed. An alias would not be a leaf."""
     tensor.__class__ = kind
     return tensor
 
@@ -106,10 +105,7 @@ def named_attributes(tensor: torch.Tensor) -> dict[str, Any] | None:
 
 
 def by_name(value: Any) -> Any:
-    """Return the value, or a reference to it if it is found in the module of its class.
-
-    The module must be a library's.
-    """
+    """Return the value, or a reference to it if the library module of its class contains it."""
     home = type(value).__module__
     if home in ("builtins", "__main__") or home not in sys.modules or is_own(home):
         return value
@@ -122,7 +118,7 @@ def by_name(value: Any) -> Any:
 
 
 class LibraryReference:
-    """Represents an object that a library has under a name."""
+    """Represents an object that a library module contains under a name."""
 
     def __init__(self, module: str, name: str) -> None:
         self._path = module, name
@@ -137,7 +133,7 @@ class LibraryReference:
 def reduce_code(value: types.CodeType) -> Reduced:
     """Reduce code with the name of its file, for tracebacks.
 
-    cloudpickle 3.1.3 and later gives the same name to all code.
+    cloudpickle 3.1.3 and later gives all code the same file name.
     """
     make, parts = cloudpickle.Pickler.dispatch_table[types.CodeType](value)
     return make, tuple(
@@ -148,8 +144,8 @@ def reduce_code(value: types.CodeType) -> Reduced:
 def function_state(function: types.FunctionType) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the state that cloudpickle sets on a rebuilt function: its attributes, and the rest.
 
-    cloudpickle's own version searches all modules of the process for those that the function may
-    need, which takes as long as a whole operation. It also misses names in the bodies of classes.
+    cloudpickle's own version searches all modules of the process for submodules that the function
+    may need, which takes as long as a whole operation. It also misses names in class bodies.
     """
     code, given = function.__code__, globals_used(function)
     values = (
@@ -175,18 +171,18 @@ def annotations_of(function: types.FunctionType) -> dict[str, Any]:
     """Return the annotations, as text if they cannot be evaluated.
 
     Names that only type checkers import cannot be evaluated. Since Python 3.14 the function's own
-    code makes the annotations when they are asked for.
+    code makes the annotations when they are first read.
     """
     try:
         return function.__annotations__
-    except Exception:  # any error of that code
+    except Exception:  # that code may raise anything
         library: Any = importlib.import_module("annotationlib")
         texts: dict[str, Any] = library.get_annotations(function, format=library.Format.STRING)
         return texts
 
 
 def globals_used(function: types.FunctionType) -> dict[str, Any]:
-    """Return the globals that the function's code uses by name, as they are now."""
+    """Return the current values of the globals that the function's code uses by name."""
     code, known = function.__code__, function.__globals__
     return {
         name: known[name]
@@ -196,9 +192,9 @@ def globals_used(function: types.FunctionType) -> dict[str, Any]:
 
 
 def submodules_used(code: types.CodeType, values: Iterable[Any]) -> list[types.ModuleType]:
-    """Return the submodules of packages in `values` that have names which `code` uses.
+    """Return the submodules of packages in `values` whose names `code` uses.
 
-    They are to be imported with the function.
+    They are imported with the function.
     """
     names = uses_in(code).names
     packages = [
@@ -217,7 +213,7 @@ def submodules_used(code: types.CodeType, values: Iterable[Any]) -> list[types.M
 
 @functools.lru_cache(maxsize=4096)
 def names_in_classes(code: types.CodeType) -> frozenset[str]:
-    """Return the names that the bodies of classes within `code` look up."""
+    """Return the names that class bodies within `code` look up."""
     found: set[str] = set()
     for inner in (each for each in code.co_consts if isinstance(each, types.CodeType)):
         found |= names_in_classes(inner)
@@ -230,7 +226,7 @@ LOOK_UP = ("LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 
 
 def reduce_cached(value: Any) -> Any:
-    """Reduce a cached function by its name, if a worker can import it.
+    """Reduce a cached function by its name if a worker can import it.
 
     cloudpickle tries this only for functions and classes.
     """
@@ -243,7 +239,7 @@ def reduce_cached(value: Any) -> Any:
 
 
 def reduce_memoryview(value: memoryview) -> Reduced:
-    """Reduce a view of an object's whole memory with the object itself, so both still share it.
+    """Reduce a view of an object's whole memory together with the object, so they still share it.
 
     Any other view is reduced with a copy.
     """
@@ -259,13 +255,13 @@ def reduce_memoryview(value: memoryview) -> Reduced:
     except (TypeError, ValueError):
         what = f"the format {value.format!r} and the shape {value.shape}"
         raise TypeError(
-            f"cannot pickle a memoryview with {what}; pass the object that it looks at"
+            f"cannot pickle a memoryview with {what}; pass the object whose memory it shows"
         ) from None
     return memoryview_again, parts
 
 
 def is_pickled_whole(seen: object) -> bool:
-    """Whether the object's pickle contains everything that a view of it may see."""
+    """Whether the object's pickle contains all memory that a view of it may show."""
     return type(seen) in (
         bytes,
         bytearray,
@@ -282,7 +278,7 @@ def memoryview_again(seen: Any, form: str, shape: tuple[int, ...], is_readonly: 
     view: Any = memoryview(seen)
     if (view.format, view.shape) != (form, shape):
         flat = view.cast("B")
-        # An empty view accepts no shape.
+        # an empty view accepts no shape argument
         view = flat.cast(form) if len(shape) == 1 else flat.cast(form, shape)
     return view.toreadonly() if is_readonly else view
 
@@ -291,7 +287,7 @@ def memoryview_again(seen: Any, form: str, shape: tuple[int, ...], is_readonly: 
 
 
 def is_rebuilt(kind: type[BaseException]) -> bool:
-    """Whether pickle would not give an exception of this class its contents back.
+    """Whether pickle would lose contents of an exception of this class.
 
     Pickle calls the class with `args`, which its `__init__` may not accept. Pickle also leaves out
     slots. A class that defines its own way of pickling keeps that way if it is sound.
@@ -306,7 +302,8 @@ def is_rebuilt(kind: type[BaseException]) -> bool:
 
 
 def are_pythons(kind: type, *names: str) -> bool:
-    """Whether the class has these methods from Python's own classes, which are written in C."""
+    """Whether the class inherits these methods from Python's own classes, which are written in
+    C."""
     return all(isinstance(getattr(kind, name), IN_C) for name in names)
 
 
@@ -314,28 +311,27 @@ IN_C = types.MethodDescriptorType, types.WrapperDescriptorType, types.BuiltinFun
 
 
 def has_sound_pickle(kind: type[BaseException]) -> bool:
-    """Whether the class's `__setstate__` gets what its `__getstate__` gave.
+    """Whether the class's `__setstate__` gets the state that its `__getstate__` returns.
 
     `BaseException` passes the `__dict__` to `__setstate__` and does not call `__getstate__`. A
-    frozen dataclass with slots has both methods. It would take a name in the `__dict__`, such as
-    `__notes__`, for the value of a field.
+    frozen dataclass with slots has both methods. It would use a name in the `__dict__`, such as
+    `__notes__`, as the value of a field.
     """
     gives_state = any("__getstate__" in vars(each) for each in kind.__mro__ if each is not object)
     return not gives_state or kind.__reduce__ is not BaseException.__reduce__
 
 
 def reduce_exception(error: Any) -> Reduced:
-    """Reduce an exception without its class's code."""
+    """Reduce an exception without running its class's code."""
     state = read(error, "__dict__"), list(fields_of(error))
     return rebuilt, (type(error), read(error, "args")), state, None, None, fill_exception
 
 
 def fields_of(error: BaseException) -> Iterator[tuple[type, str, Any]]:
-    """Yield the values in slots, and in fields of Python's own exceptions, such as `errno`."""
+    """Yield the values in slots and in fields of Python's own exceptions, such as `errno`."""
     for kind in type(error).__mro__:
         for name, member in vars(kind).items() if kind is not BaseException else ():
-            # Python does not pickle the `obj` of an AttributeError either, because it may be
-            # anything.
+            # The `obj` of an AttributeError is left out, as in pickle, because it may be anything.
             if isinstance(member, types.MemberDescriptorType) and member is not AttributeError.obj:
                 with contextlib.suppress(AttributeError):  # the slot is empty
                     value = member.__get__(error)
@@ -346,7 +342,7 @@ def fields_of(error: BaseException) -> Iterator[tuple[type, str, Any]]:
 def rebuilt(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
     """Rebuild an exception through Python's own class.
 
-    The `__new__` and `__init__` of its class may want other arguments.
+    The `__new__` and `__init__` of its class may require other arguments.
     """
     new = next(
         each
@@ -361,11 +357,11 @@ def rebuilt(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
 def fill_exception(
     error: BaseException, state: tuple[dict[str, Any], Sequence[tuple[type, str, Any]]]
 ) -> None:
-    """Put the contents back into an exception, which may be frozen."""
+    """Restore the contents of an exception, which may be frozen."""
     attributes, fields = state
     read(error, "__dict__").update(attributes)
     for owner, name, value in fields:
-        # A group was made with the fields that cannot be set.
+        # an exception group already has the fields that cannot be set
         with contextlib.suppress(AttributeError):
             vars(owner)[name].__set__(error, value)
 
@@ -374,7 +370,7 @@ def fill_exception(
 
 
 def reduce_text_file(value: io.TextIOWrapper) -> Any:
-    """Reduce the process's own streams by their names, and refuse every other file.
+    """Reduce the process's own streams by name, and refuse every other file.
 
     cloudpickle would send the contents of a file that is open for reading.
     """
@@ -388,15 +384,15 @@ def reduce_text_file(value: io.TextIOWrapper) -> Any:
 
 
 def reduce_condition(value: threading.Condition) -> Reduced:
-    # The lock may be shared with other objects.
+    # other objects may share the lock
     return threading.Condition, (value._lock,)  # type: ignore[attr-defined]
 
 
 def reduce_local(value: threading.local) -> Any:
-    """Reduce it to a new one that is made in the same way. The threads' values stay here."""
+    """Reduce it to a new one with the same arguments. The threads' values are not sent."""
     if (by_name := reduce_attribute(value)) is not None:
         return by_name
-    # the arguments that make it in each thread, then the values that threads keep in it
+    # the arguments that each thread's `__init__` gets, then the values of threads
     _, args, names, *_ = *gc.get_referents(value), {}
     kwargs = names if all(isinstance(name, str) for name in names) else {}
     return functools.partial(type(value), *args, **kwargs), ()
@@ -406,7 +402,7 @@ def reduce_context_variable(value: contextvars.ContextVar[Any]) -> Any:
     if (by_name := reduce_attribute(value)) is not None:
         return by_name
     try:
-        # The value is that in this context, or the default.
+        # the value in this context, or the default
         return context_variable_again, (value.name, value.get())
     except LookupError:
         return context_variable_again, (value.name,)
@@ -417,9 +413,9 @@ def context_variable_again(name: str, *given: Any) -> contextvars.ContextVar[Any
 
 
 def reduce_attribute(value: object) -> Reduced | None:
-    """Reduce an object by its place in an imported module, if it belongs to one.
+    """Reduce an object by its name in an imported module, if a module contains it.
 
-    The functions of that module find it there too. It returns None for the script's objects.
+    The module's functions also find it there. Return None for the script's objects.
     """
     known, modules = NOWHERE.get(id(value), (None, 0))
     if known is not None and known() is value and modules == len(sys.modules):
@@ -433,7 +429,7 @@ def reduce_attribute(value: object) -> Reduced | None:
 
 
 def name_in_a_module(value: object) -> tuple[str, str] | None:
-    """Return the module and name from which it can be imported."""
+    """Return the module and the name from which the object can be imported."""
     for module in list(sys.modules.values()):
         if isinstance(module, types.ModuleType) and module.__name__ != "__main__":
             for attribute, held in list(vars(module).items()):
@@ -451,7 +447,8 @@ def weakly(value: Any) -> Callable[[], Any]:
 
 
 MOST_NOWHERE = 64
-# By id, with the number of modules at that time. Searching all modules takes milliseconds.
+# Objects that no module contains, by id, with the number of modules at that time. Searching all
+# modules takes milliseconds.
 NOWHERE: dict[int, tuple[Callable[[], Any], int]] = {}
 
 
@@ -467,9 +464,9 @@ def reference_again(kind: Any, target: Any) -> Any:
 
 
 def let_go(target: Any, reference: Any) -> None:
-    """Keep the object of a weak reference alive in a worker, as the reference's callback.
+    """Do nothing. As a weak reference's callback, this keeps the object alive in a worker.
 
-    Nobody else may hold the object there.
+    The worker may have no other reference to the object.
     """
 
 
@@ -479,12 +476,12 @@ def reduce_reference(value: weakref.ref[Any]) -> Reduced:
 
 
 def dead_reference(kind: Any) -> Any:
-    """Return a reference whose object is gone."""
+    """Return a reference whose object is dead."""
     return kind(DeadReferent().method if kind is weakref.WeakMethod else DeadReferent())
 
 
 class DeadReferent:
-    """The class of an object that nobody holds."""
+    """The class of an object that dies at once."""
 
     def method(self) -> None: ...
 
@@ -493,7 +490,7 @@ PROXIES = {weakref.ProxyType, weakref.CallableProxyType}
 
 
 def reduce_proxy(proxy: Any) -> Reduced:
-    """Reduce a weak proxy to the object itself, which looks the same."""
+    """Reduce a weak proxy to the object itself, which behaves the same."""
     try:
         return itself, (proxy.__repr__.__self__,)
     except ReferenceError:
@@ -505,9 +502,9 @@ def dead_proxy() -> Any:
 
 
 def reduce_weak(value: Any) -> Reduced:
-    """Reduce a WeakKeyDictionary, WeakValueDictionary or WeakSet, which keeps its contents
-    alive."""
-    if type(value) not in WEAK:  # its attributes and methods are unknown
+    """Reduce a WeakKeyDictionary, WeakValueDictionary or WeakSet. The rebuilt one keeps its
+    contents alive."""
+    if type(value) not in WEAK:  # attributes and methods of a subclass are unknown
         base = next(each.__name__ for each in WEAK if isinstance(value, each))
         raise TypeError(
             f"cannot pickle {type(value).__qualname__!r} object, of a subclass of {base}; use a "
@@ -523,9 +520,9 @@ def fill_weak(made: Any, contents: list[Any]) -> None:
 
 
 def reduce_subclass(value: object) -> Any:
-    """Reduce an object of a script's subclass as its base is reduced; None for anything else.
+    """Reduce an object of a script's subclass like its base, unless the subclass defines pickling.
 
-    This is done if the subclass says nothing of pickling.
+    Return None for any other object.
     """
     kinds = type(value).__mro__
     if INHERITED.isdisjoint(kinds) or kinds[0] in ClassPickler.dispatch_table:
@@ -540,7 +537,7 @@ def reduce_subclass(value: object) -> Any:
     return REDUCERS[base](value) if base in INHERITED else None
 
 
-# --- other objects of PyTorch's
+# --- other objects of PyTorch
 
 
 def reduce_method(value: types.MethodType) -> Any:
@@ -550,13 +547,13 @@ def reduce_method(value: types.MethodType) -> Any:
         and issubclass(owner, torch.autograd.Function)
         and value.__func__ is FUNCTION_APPLY
     ):
-        return getattr, (owner, "apply")  # the worker's own, not a copy of torch's code
+        return getattr, (owner, "apply")  # the worker's own `apply`, not a copy of its code
     return cloudpickle.Pickler.dispatch_table[types.MethodType](value)
 
 
 def reduce_descriptor(value: Any) -> Reduced:
-    """Reduce a subclass of property, classmethod or staticmethod, such as `torch.distributions`
-    has."""
+    """Reduce an object of a subclass of property, classmethod or staticmethod, such as those in
+    `torch.distributions`."""
     kind = type(value)
     base = next(each for each in kind.__mro__ if each in DESCRIPTORS)
     _, arguments = OWN_MAP[base](value)
@@ -566,13 +563,13 @@ def reduce_descriptor(value: Any) -> Reduced:
 def reduce_partial_method(value: functools.partialmethod[Any]) -> Reduced:
     """Reduce it to an empty one that is then filled.
 
-    Since Python 3.14 its `__new__` wants the function, which pickle does not pass.
+    Since Python 3.14 its `__new__` requires the function, which pickle does not pass.
     """
     return object.__new__, (functools.partialmethod,), vars(value)
 
 
 def descriptor_again(kind: Any, base: Any, arguments: tuple[Any, ...]) -> Any:
-    """Rebuild a descriptor without the `__init__` of its subclass, which may want other
+    """Rebuild a descriptor without the `__init__` of its subclass, which may require other
     arguments."""
     made = base.__new__(kind, *arguments)
     base.__init__(made, *arguments)
@@ -580,7 +577,7 @@ def descriptor_again(kind: Any, base: Any, arguments: tuple[Any, ...]) -> Any:
 
 
 def whole(base: Any) -> Callable[[Any], Reduced | None]:
-    """Make a reducer for a class of PyTorch's whose `__getstate__` leaves out too much."""
+    """Make a reducer for a PyTorch class whose `__getstate__` leaves out too much."""
 
     def reduce(value: Any) -> Reduced | None:
         is_usual = type(value).__getstate__ is base.__getstate__
@@ -594,12 +591,12 @@ def reduce_storage(value: torch.UntypedStorage) -> Reduced:
 
 
 def storage_again(values: torch.Tensor) -> torch.UntypedStorage:
-    # This is a copy, because the tensor may be a part of shared memory.
+    # this copies, because the tensor may be a part of shared memory
     return values.clone().untyped_storage()
 
 
 def reduce_handle(value: RemovableHandle) -> Reduced:
-    """Reduce the handle of a hook. Its class cannot rebuild a handle whose module is gone."""
+    """Reduce the handle of a hook. Its class cannot rebuild a handle whose module is dead."""
     state = value.__getstate__()  # type: ignore[no-untyped-call]
     if any(each is None for each in itertools.chain(state[:1], *state[2:])):
         state = None, value.id
@@ -607,7 +604,7 @@ def reduce_handle(value: RemovableHandle) -> Reduced:
 
 
 def reduce_generator(value: torch.Generator) -> Any:
-    # The default generator becomes the worker's own, which has the seed of the item.
+    # the default generator becomes the worker's own, which has the item's seed
     return (
         (getattr, (torch, "default_generator"))
         if value is torch.default_generator
@@ -620,7 +617,7 @@ def reduce_limits(value: torch.finfo | torch.iinfo) -> tuple[Any, ...]:
 
 
 def reduce_operator(value: object) -> Reduced:
-    """Reduce a namespace, an operator or an overload of torch.ops by its name there."""
+    """Reduce a namespace, an operator or an overload of `torch.ops` by its name there."""
     path = getattr(value, "__name__", "") if isinstance(value, types.ModuleType) else str(value)
     return operator_again, (path.removeprefix("torch.ops."),)
 
@@ -633,9 +630,9 @@ def operator_again(path: str) -> object:
 
 
 def reduce_ufunc(value: Any) -> Any:
-    """Reduce a function that `numpy.frompyfunc` made with the Python function in it."""
+    """Reduce a ufunc of `numpy.frompyfunc` with its Python function."""
     function = next(filter(callable, gc.get_referents(value)), None)
-    if function is None:  # it has a name in its package
+    if function is None:  # it can be found by name in its package
         return copyreg.dispatch_table[type(value)](value)
     identity = {} if value.identity is None else {"identity": value.identity}
     make = functools.partial(sys.modules["numpy"].frompyfunc, **identity)
@@ -654,8 +651,8 @@ REGISTER = (
 def reduce_imported(value: types.ModuleType) -> Any:
     """Reduce a module, of any class, by its name.
 
-    This includes modules such as torch._C._functions, which is not imported but an attribute of
-    another module.
+    This includes modules that are only an attribute of another module, such as
+    `torch._C._functions`.
     """
     parent, _, name = value.__name__.rpartition(".")
     if value.__name__ not in sys.modules and getattr(sys.modules.get(parent), name, None) is value:
@@ -669,18 +666,19 @@ def reduce_imported(value: types.ModuleType) -> Any:
 
 
 def is_found(module: types.ModuleType) -> bool:
-    """Whether this is the module of that name, or was until it was imported again.
+    """Whether an import finds this module by its name, or found it before the module was imported
+    again.
 
-    A module that was made by hand may share the name.
+    A module that was made by hand may have the same name.
     """
     there, file = sys.modules.get(module.__name__, module), getattr(module, "__file__", None)
     return there is module or (file is not None and file == getattr(there, "__file__", None))
 
 
 def reduce_module(value: Module) -> tuple[Any, ...] | None:
-    """Reduce PyTorch's modules that refuse to be pickled, and others without empty parts.
+    """Reduce PyTorch modules that refuse to be pickled, and drop the empty parts of others.
 
-    It returns None for any other module.
+    Return None for any other module.
     """
     refuse_of_a_rank(value)
     if isinstance(value, torch.jit.ScriptModule):
@@ -693,7 +691,7 @@ def reduce_module(value: Module) -> tuple[Any, ...] | None:
         return script_again, (hollow.save_to_buffer(), tensors)
     if (reduced := reduce_compiled(value)) is not None:
         return reduced
-    # Its class was made for it and refuses to be pickled. The original class does not.
+    # the class was made for this module and refuses to be pickled; its base does not
     if is_parametrized(value):
         reduced = (
             object.__new__,
@@ -707,12 +705,13 @@ def reduce_module(value: Module) -> tuple[Any, ...] | None:
         reduced = without_empty_hooks(value.__reduce_ex__(5))
     elif all(getattr(type(value), name) is getattr(Module, name) for name in PLAIN[:2]):
         create, arguments, state, *rest = tuple(value.__reduce_ex__(5))
-        # The state of a quantized module lacks what all others have.
+        # the state of a quantized module lacks the attributes of all modules
         is_of_all = isinstance(state, dict) and "_modules" in state
         reduced = create if is_of_all else bare_module, arguments, state, *rest
     elif isinstance(value, torch.fx.GraphModule) and is_exported(value):
         raise TypeError(
-            f"a graph of torch.export cannot be made again elsewhere ({type(value).__name__}); "
+            f"a graph of torch.export cannot be rebuilt in another process "
+            f"({type(value).__name__}); "
             f"{UNEXPORTED}"
         )
     compiled = compiled_in_place(value)
@@ -726,7 +725,7 @@ def refuse_of_a_rank(module: Module) -> None:
     if is_of_a_rank(module):
         raise TypeError(
             f"a module that belongs to a process group ({type(module).__qualname__}), of which "
-            "workers are no ranks"
+            "workers are not ranks"
         )
 
 
@@ -734,21 +733,21 @@ def is_of_a_rank(value: Module) -> bool:
     """Whether the module exchanges gradients or parameters with the ranks of a process group."""
     if isinstance(value, torch.nn.parallel.DistributedDataParallel):
         return True
-    sharding = sys.modules.get("torch.distributed.fsdp")  # it takes long to import
+    sharding = sys.modules.get("torch.distributed.fsdp")  # importing it takes long
     return sharding is not None and isinstance(
         value, (sharding.FullyShardedDataParallel, sharding.FSDPModule)
     )
 
 
 UNEXPORTED = (
-    "carry the module that was exported, or load the program in the function (torch.export.load)"
+    "send the module that was exported, or load the program in the function (torch.export.load)"
 )
 
 
 def is_exported(graph: torch.fx.GraphModule) -> bool:
     """Whether the graph's tracer cannot be made without a module.
 
-    PyTorch makes a tracer while it loads a graph, and does not know which module to pass.
+    PyTorch makes a tracer when it loads a graph, and has no module to pass to it.
     """
     tracer = vars(graph).get("_tracer_cls")
     try:
@@ -763,14 +762,14 @@ PLAIN = "__reduce_ex__", "__reduce__", "__getstate__", "__setstate__"
 
 
 def is_plain(kind: type[Module]) -> bool:
-    """Whether the class is pickled as PyTorch does it for all modules."""
+    """Whether the class inherits its way of pickling from `Module`."""
     return all(getattr(kind, name, None) is getattr(Module, name, None) for name in PLAIN)
 
 
 def without_empty_hooks(reduced: Any) -> tuple[Any, ...]:
     """Return `reduced` without a module's empty dictionaries for hooks.
 
-    These are nine of ten objects that a module consists of.
+    These are nine tenths of a module's objects.
     """
     create, arguments, state, *_ = reduced
     if type(state) is not dict:
@@ -800,28 +799,26 @@ def script_again(code: bytes, tensors: dict[str, torch.Tensor]) -> torch.jit.Scr
     return module
 
 
-# TorchScript that this process has loaded. Loaded code runs slowly twice before it is optimised,
-# and its copies share this.
+# This caches TorchScript that the process has loaded. The first two runs of loaded code are slow,
+# until it is optimised. Copies share the optimised code.
 load_once = functools.lru_cache(maxsize=128)(load_script)
 MOST_SCRIPT_BYTES = 1 << 20
-# An archive has its constants here: those of a frozen module, or of a traced one.
+# an archive's path of constant tensors, which frozen and traced modules have
 TENSOR_CONSTANTS = b"/constants/"
 
 
 def loaded_script(code: bytes) -> torch.jit.ScriptModule:
-    """Return a new copy of the module. If the code has constant tensors, it is loaded anew.
-
-    Copies would share these tensors.
-    """
+    """Return a new copy of the module. If the code has constant tensors, it is loaded again,
+    because copies would share these tensors."""
     if TENSOR_CONSTANTS in code or len(code) > MOST_SCRIPT_BYTES:
         return load_script(code)
     return copy.deepcopy(load_once(code))
 
 
 def share_loaded_scripts() -> None:
-    """Make `torch.jit.load`, in a worker process, load what was saved in memory only once.
+    """Make `torch.jit.load` cache archives in memory, in a worker process.
 
-    Classes that save TorchScript in `__getstate__` load it in `__setstate__`, and so in each map.
+    Classes that save TorchScript in `__getstate__` load it in `__setstate__`, that is, in each map.
     """
 
     def load(f: Any, *args: Any, **kwargs: Any) -> Any:
@@ -834,7 +831,7 @@ def share_loaded_scripts() -> None:
 
 
 def put_tensors(module: torch.jit.ScriptModule, tensors: dict[str, torch.Tensor]) -> None:
-    """Put the tensors where their paths of attributes say."""
+    """Set each tensor at its attribute path."""
     owners = dict(module.named_modules(remove_duplicate=False))
     for path, tensor in tensors.items():
         owner, _, name = path.rpartition(".")
@@ -869,7 +866,7 @@ def reduce_script_function(value: Any) -> tuple[Any, ...]:
 # --- all of them
 
 
-# None since torch 2.15, where `apply` is builtin. Pickle then carries it by its class and name.
+# None since torch 2.15, where `apply` is builtin, and pickle sends it by its class and name
 FUNCTION_APPLY: Any = getattr(torch.autograd.Function.apply, "__func__", None)
 OWN_MAP, *OTHER_MAPS = cloudpickle.Pickler.dispatch_table.maps
 REDUCERS: dict[type, Callable[[Any], Any]] = {
@@ -891,7 +888,7 @@ REDUCERS: dict[type, Callable[[Any], Any]] = {
     type(threading.Lock()): lambda value: (threading.Lock, ()),
     type(threading.RLock()): lambda value: (threading.RLock, ()),
     threading.Condition: reduce_condition,
-    # Those who hold one in the caller do not release it here.
+    # its holders in the caller will not release it here
     threading.BoundedSemaphore: lambda value: (threading.BoundedSemaphore, (value._initial_value,)),
     threading.local: reduce_local,
     contextvars.ContextVar: reduce_context_variable,
@@ -899,9 +896,9 @@ REDUCERS: dict[type, Callable[[Any], Any]] = {
     struct.Struct: lambda value: (struct.Struct, (value.format,)),
     torch.UntypedStorage: reduce_storage,
     RemovableHandle: reduce_handle,
-    # These leave out hooks, and what single optimizers and schedulers keep in them.
+    # `__getstate__` leaves out hooks, and attributes that subclasses and schedulers add
     Optimizer: whole(Optimizer),
-    # These leave out inverses.
+    # `__getstate__` leaves out inverses
     Transform: whole(Transform),
     **dict.fromkeys(REFERENCES, reduce_reference),
     **dict.fromkeys(WEAK, reduce_weak),
@@ -915,7 +912,7 @@ INHERITED |= DESCRIPTORS
 ClassPickler.dispatch_table = ChainMap({**OWN_MAP, **REDUCERS}, *OTHER_MAPS)
 
 
-MOST_LOOKED_AT = 10_000  # objects of one cache, which takes a millisecond
+MOST_LOOKED_AT = 10_000  # objects of one cache; searching them takes a millisecond
 NO_TENSORS = {type(None), bool, int, float, complex, str, bytes, types.CodeType}
 ABSENT = object()
 
@@ -928,13 +925,14 @@ class CacheEntry(NamedTuple):
 
 
 def entries(cached: Any) -> list[CacheEntry]:
-    """Return the entries of the cache. In a bounded cache the most recently used comes last."""
-    inside = gc.get_referents(cached)  # read at once, whatever other threads do
+    """Return the entries of the cache. In a bounded cache the most recently used entry is last."""
+    inside = gc.get_referents(cached)  # atomic, so other threads cannot change it in between
     if cached.cache_parameters()["maxsize"] is None:
-        # The other dictionary has the attributes.
+        # the other dictionary contains the attributes
         cache = next(each for each in inside if type(each) is dict)
         return [CacheEntry(*pair) for pair in list(cache.items())]
-    found = []  # its type, then a key, its result and the type of the link between the two for each
+    # `inside` is the cache's type, and then for each entry the key, the result and the link's type
+    found = []
     for place in range(1, len(inside), 3):
         if inside[place + 2] is not LINK:
             break
@@ -943,7 +941,7 @@ def entries(cached: Any) -> list[CacheEntry]:
 
 
 def marks() -> tuple[Any, Any]:
-    """Return the mark between arguments and keywords in a key, and the type of a bounded cache's
+    """Return the mark in a key between arguments and keywords, and the type of a bounded cache's
     links."""
     cached = functools.lru_cache(maxsize=1)(lambda **names: None)
     cached(name=None)
@@ -955,13 +953,13 @@ KEYWORDS, LINK = marks()
 
 
 def arguments(key: Any, typed: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of the call."""
+    """Return the arguments of the call that has this key."""
     if type(key) is not tuple:
         return (key,), {}
     count = next((place for place, each in enumerate(key) if each is KEYWORDS), None)
     if count is None:
         return key[: len(key) // 2] if typed else key, {}
-    rest = key[count + 1 :]  # names and values alternate, then come all types
+    rest = key[count + 1 :]  # names and values alternate; the types follow
     named = rest[: (len(rest) - count) // 3 * 2] if typed else rest
     return key[:count], dict(zip(named[::2], named[1::2], strict=True))
 
@@ -977,15 +975,15 @@ def entries_with_tensors(cached: Any) -> list[CacheEntry]:
 
 
 def holds_tensors(value: Any, looked_at: Iterator[int]) -> bool:
-    """Whether a tensor, module or random number generator is in `value`.
+    """Whether `value` contains a tensor, module or random number generator.
 
-    The search looks at near objects first, and stops after some number of objects.
+    The search visits near objects first, and stops when `looked_at` ends.
     """
     waiting, seen = [value], {id(value)}
     for each in waiting:
         if next(looked_at, None) is None:
             return False
-        kind = type(each)  # no isinstance: a weak proxy would answer for its object
+        kind = type(each)  # not `isinstance`, which returns the class of a weak proxy's object
         if issubclass(kind, torch.Tensor | torch.nn.Module) or is_generator(each):
             return True
         if kind is types.FunctionType:
@@ -1009,13 +1007,13 @@ def holds_tensors(value: Any, looked_at: Iterator[int]) -> bool:
 
 
 def identities(cached: Any) -> list[Any]:
-    """Return values that differ if a worker would get something different from before."""
+    """Return values that change if a worker would get something different."""
     own = attributes_of_cache(cached)
     return [*own, *own.values(), *(part for each in entries_with_tensors(cached) for part in each)]
 
 
 def attributes_of_cache(cached: Any) -> dict[str, Any]:
-    """Return the attributes that were set on the cached function, besides its usual ones."""
+    """Return the attributes that were set on the cached function after it was made."""
     function = cached.__wrapped__
     copied = getattr(function, "__dict__", {})
     own = {
@@ -1052,7 +1050,7 @@ def reduce_by_value(cached: Any) -> tuple[Any, ...]:
 class CacheFiller(functools.partial[Any]):
     """The function that a cached function calls.
 
-    While the cache is filled, it returns known results. Then it calls the real function with no
+    While the cache is filled, it returns known results. Then it calls the real function without a
     frame in between.
     """
 

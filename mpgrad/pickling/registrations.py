@@ -1,12 +1,12 @@
-"""What the user has registered for own classes with Python, PyTorch and other packages travels with
-the classes. Both sides.
+"""A user's class is sent with its registrations in Python, PyTorch and other packages. Both sides.
 
     caller   registered_for(kind) ──► the class's state ──► register(kind, found)   worker
-Libraries keep such registrations in tables of their own, which a worker's import does not have:
-`isinstance` would be false there, and `torch.func` would find other leaves. For one more table, add
-a row to `REGISTRIES`, with how to look a class up in the caller and how to register it in a worker.
+Libraries keep registrations in their own tables. A worker that imports a library does not get
+the caller's entries. Without them `isinstance` would be false there, and `torch.func` would find
+different leaves. To send the entries of another table, add a row to `REGISTRIES`: how to look a
+class up in the caller, and how to register it in a worker.
 
-Guarantees: registrations are only added. Nothing is registered for classes of libraries.
+Guarantees: registrations are only added. Classes of libraries are never registered.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ __all__ = ["Accessors", "accessors_named", "register", "registered_for", "unregi
 class Registry(NamedTuple):
     """A table of registrations."""
 
-    look: Callable[[type], Any]  # in the caller; gives what can be pickled, or nothing
+    look: Callable[[type], Any]  # in the caller; returns an entry to pickle, or a false value
     register: Callable[[type, Any], None]  # in the worker
 
 
 def registered_for(kind: type) -> dict[str, Any]:
-    """Return what is registered for a class of the user's, by the names of `REGISTRIES`."""
+    """Return the registrations of a user's class, by the names in `REGISTRIES`."""
     found = {name: registry.look(kind) for name, registry in REGISTRIES.items()}
     return {name: each for name, each in found.items() if each}
 
@@ -59,7 +59,7 @@ def unregister(kind: type) -> None:
 
 
 class LibraryTables:
-    """The objects in modules of libraries that keep a table of registrations."""
+    """The objects in libraries' modules that have a table of registrations."""
 
     def __init__(self) -> None:
         self._seen: set[str] = set()
@@ -75,13 +75,13 @@ class LibraryTables:
         return self._dispatchers.values()
 
     def _look(self) -> None:
-        """Look at the modules that were imported since the last look."""
+        """Search the modules that were imported since the last search."""
         for name in sys.modules.keys() - self._seen:
             self._seen.add(name)
             module = sys.modules.get(name)
             if not issubclass(type(module), types.ModuleType) or is_users_own(name):
                 continue
-            # No isinstance: an object that stands for another one would be made to load it.
+            # `isinstance` would make proxies and lazy objects load what they stand for.
             for value in list(vars(module).values()):
                 if issubclass(type(value), abc.ABCMeta):
                     self._abstract[value] = None
@@ -94,9 +94,9 @@ LIBRARIES = LibraryTables()
 
 def abstract_bases(kind: type) -> list[type]:
     """Return the abstract classes of libraries that the class is registered with."""
-    if weakref.getweakrefcount(kind) < 2:  # each of them would have a weak reference of its own
+    if weakref.getweakrefcount(kind) < 2:  # each of these classes would have a weak reference
         return []
-    now = abc.get_cache_token(), len(sys.modules)  # changed by each registration, and each import
+    now = abc.get_cache_token(), len(sys.modules)  # each registration or import changes one
     then, bases = REGISTERED.get(kind, (None, []))
     if then != now:
         registries = ((each, abc._get_dump(each)[0]) for each in LIBRARIES.abstract_classes())  # type: ignore[attr-defined]
@@ -114,7 +114,7 @@ def register_with_bases(kind: type, bases: list[Any]) -> None:
 
 
 def implementations(kind: type) -> list[tuple[Any, Any]]:
-    """Return the dispatchers of libraries that have a function for the class, and the functions."""
+    """Return the libraries' dispatchers that have a function for the class, and the functions."""
     return [
         (each, each.registry[kind]) for each in LIBRARIES.dispatchers() if kind in each.registry
     ]
@@ -129,7 +129,7 @@ def register_implementations(kind: type, found: list[tuple[Any, Any]]) -> None:
 
 
 def divergences(kind: type) -> list[tuple[type, type, Any]]:
-    """Return the functions of `torch.distributions.kl.register_kl` for the class."""
+    """Return the functions that `torch.distributions.kl.register_kl` registered for the class."""
     return [(*pair, each) for pair, each in KL_FUNCTIONS.items() if kind in pair]
 
 
@@ -161,9 +161,9 @@ REGISTRIES = {
 
 
 def accessors_named(names: Iterable[str]) -> list[Any]:
-    """Return the user's accessors of pandas with these names. Code finds them by name only.
+    """Return the user's pandas accessors with these names. Code refers to them only by name.
 
-    The list has the class of pandas, the name and the accessor's class, for each in turn.
+    The list contains the pandas class, the name and the accessor's class of each accessor in turn.
     """
     pandas: Any = sys.modules.get("pandas")
     found: list[Any] = []
@@ -190,5 +190,5 @@ def register_accessors(*found: Any) -> None:
     for kind, name, accessor in zip(found[::3], found[1::3], found[2::3], strict=True):
         register_one = getattr(extensions, f"register_{kind.__name__.lower()}_accessor")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it says that it replaces the one before
+            warnings.simplefilter("ignore")  # pandas warns that an accessor is replaced
             register_one(name)(accessor)

@@ -1,18 +1,18 @@
-"""The parts of the user's modules that functions use are one pickle, the *state*. It is made again
-only when something changed.
+"""The parts of the user's modules that functions use are one pickle, the *state*. It is rebuilt
+only after a change.
 
-    the function's pickle        names what it wants: simmod.f
+    the function's pickle        refers to names: simmod.f
     the state's pickle           simmod: f, by value, and DT, TABLE, helper, which its code uses;
-                                 and what these use, and so on
+                                 and the names that these use, and so on
 
 cloudpickle would pickle all of this with each function and each item. Here functions and items are
-pickled by name. An operation has one state besides its function, and workers keep it. While nothing
-has been changed (`ContentRecord`), nothing is pickled or sent.
+pickled by name. Each operation has one state besides its function, and workers keep it. While
+nothing changes (`ContentRecord`), nothing is pickled or sent.
 
-A function may hold objects that its modules hold, too. These are only in the state's pickle. The
+A function and its modules may refer to the same objects. These are only in the state's pickle. The
 function's pickle has numbers for them, so each of them stays one object (`SharingPickle`).
 
-Guarantees: all calls of an operation see what was in the caller's modules when it began, wherever
+Guarantees: all calls of an operation see the caller's modules as they were when it began, wherever
     and whenever they run.
 """
 
@@ -100,8 +100,7 @@ CODE = types.FunctionType, types.MethodType, type, functools.partial
 MOST_STATES = 128  # kept for later operations
 MOST_FUNCTIONS = 8  # of a pool, whose pickles are kept
 T = TypeVar("T")
-# The first byte of what `dumps_whole` gives if there is a state, which follows. A pickle begins
-# differently.
+# the first byte of a `dumps_whole` result that contains a state; pickles begin with another byte
 WHOLE = b"w"
 MOST_LOOKED_AT = 100  # elements of a list
 PLAIN = {type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.nn.Parameter}
@@ -120,14 +119,13 @@ class StatePickler(CallerPickler):
         super().__init__(io.BytesIO())
         self.covered: set[WantedName] = set()
         self._left = left
-        # Functions that may run while the state is loaded, and use globals then.
+        # functions that may run, and use globals, while the state is being loaded
         self._hastened: dict[int, types.FunctionType] = {}
 
     def dump_all(self, wanted: Sequence[WantedName]) -> WantedName | None:
-        """Pickle everything that is wanted.
+        """Pickle these names, and the names that they use.
 
-        Return None, or the first wanted name that cannot be pickled by itself. The pickle is then
-        useless.
+        Return None, or the first name that cannot be pickled. The pickle is then useless.
         """
         self.wanted = dict.fromkeys(wanted)
         own = {each.module for each in wanted if each.name is None or is_defined_there(each)}
@@ -141,9 +139,9 @@ class StatePickler(CallerPickler):
         return None
 
     def _dump_some(self, wanted: Sequence[WantedName]) -> WantedName | None:
-        """Pickle these names. The result is as for `dump_all`."""
+        """Pickle these names. Return the same as `dump_all`."""
         self.covered.update(wanted)
-        # For each module, whether a name is wanted by itself.
+        # for each module, its names, and whether a name was requested by itself
         names: dict[str, dict[str, bool]] = {}
         for module, name in wanted:
             contents = vars(sys.modules[module])
@@ -169,9 +167,9 @@ class StatePickler(CallerPickler):
         return None
 
     def _dump_name(self, wanted: WantedName, value: Any, by_itself: bool) -> bool:
-        """Pickle a name and return whether this was possible.
+        """Pickle a name. Return False if the worker's own value must be used instead.
 
-        It raises if it was impossible and the worker's own value cannot be used instead.
+        If the worker's own value cannot be used either, raise the error.
         """
         try:
             self.dump((wanted.module, wanted.name, self._left.get(wanted, value)))
@@ -200,7 +198,7 @@ class StatePickler(CallerPickler):
             else self.reduce_function(value, by_value=True)
         )
         if reduced is not NotImplemented and reduced[0] is make_function:
-            self._want_name(value)  # the compiler did not make it
+            self._want_name(value)  # not made by the compiler
         return reduced
 
     def _noted_class(self, value: type) -> Any:
@@ -214,11 +212,11 @@ class StatePickler(CallerPickler):
         )
         if reduced is not NotImplemented and own is not None:
             make, arguments, (members, more), *rest = reduced
-            members.pop("__slotnames__", None)  # pickle's own, in each process
+            members.pop("__slotnames__", None)  # pickle adds it in each process
             members = {name: member_or_left(value, name, each) for name, each in members.items()}
             identity = value.__module__, value.__qualname__, tracker_id_of(value)
             reduced = made_like_own, (*identity, make, arguments), (members, more), *rest
-        if reduced is not NotImplemented and len(reduced) > 2:  # not a type of Python's own
+        if reduced is not NotImplemented and len(reduced) > 2:  # not one of Python's own types
             self.look(held_by_class, value)
             self.note_made(reduced)
             self._want_name(value)
@@ -231,7 +229,7 @@ class StatePickler(CallerPickler):
         return {name: self._left.get(WantedName(home, name), each) for name, each in given.items()}
 
     def _hasten(self, value: Any) -> None:
-        """Note a function, and those that it calls, as one that may run while the state is
+        """Record that a function, and those that it calls, may run while the state is being
         loaded."""
         function = getattr(value, "__func__", value)
         if (
@@ -245,22 +243,22 @@ class StatePickler(CallerPickler):
             self._hasten(function.__globals__.get(name))
 
     def _hasten_methods(self, kind: type) -> None:
-        """Hasten the methods that Python calls by itself.
+        """Hasten the methods that Python itself calls.
 
-        It calls them, for example, when a subclass is made or an object is put into a set.
+        Python calls them, for example, when a subclass is made or an object is added to a set.
         """
         for name, member in vars(kind).items():
             if issubclass(kind, type) or (name.startswith("__") and name.endswith("__")):
                 self._hasten(member)
 
     def _want_name(self, value: Any) -> None:
-        """Note that the value must also be found under its own name."""
+        """Require that the value is also found under its own name."""
         if (own := name_of(value)) is not None:
             self.wanted[own] = None
 
 
 def held_by(value: Any) -> Sequence[Any]:
-    """Return what a value holds, to compare it with later."""
+    """Return the contents of a value, for a later comparison."""
     if isinstance(value, dict):
         return pairs_of(value)
     if isinstance(value, list | tuple | set):
@@ -270,10 +268,8 @@ def held_by(value: Any) -> Sequence[Any]:
 
 
 def member_or_left(kind: type, name: str, member: Any) -> Any:
-    """Return what a pickle contains for an attribute of a class.
-
-    If the attribute cannot be pickled, as a file cannot, the worker's own takes its place.
-    """
+    """Return an attribute of a class, or a reference to the worker's own if it cannot be pickled,
+    for example a file."""
     if (
         name.startswith(("__", "_abc_"))
         or type(member) in PLAIN
@@ -292,7 +288,7 @@ def member_or_left(kind: type, name: str, member: Any) -> Any:
 
 
 def is_defined_there(wanted: WantedName) -> bool:
-    """Whether the name would be imported, as pickle does it."""
+    """Whether the name is a function or class that its module itself defines."""
     value = vars(sys.modules[wanted.module]).get(wanted.name or "")
     return isinstance(value, types.FunctionType | type) and value.__module__ == wanted.module
 
@@ -301,7 +297,7 @@ def is_defined_there(wanted: WantedName) -> bool:
 
 
 class ModuleSnapshot(KnownPickle):
-    """What the user's modules held at one moment, as far as some functions use it."""
+    """The parts of the user's modules that some functions use, as they were at one moment."""
 
     _numbers = itertools.count(1)
 
@@ -310,12 +306,12 @@ class ModuleSnapshot(KnownPickle):
         self.number = next(self._numbers)
         self.pickled = pickler.buffer.getvalue()
         self.mark = pickler.mark  # see `structure.RUNS_CODE`
-        self.tensors = pickler.taken_out  # captures of everything that uses the state
+        self.tensors = pickler.taken_out  # captures of all functions that use the state
         self._covered = pickler.covered
 
     @functools.cached_property
     def _memo(self) -> Memo:
-        """Which objects the pickle has, and where."""
+        """The objects in the pickle, and their numbers."""
         memo: Memo = self.pickler.memo.copy()
         return memo
 
@@ -327,10 +323,9 @@ class ModuleSnapshot(KnownPickle):
         return all(each in self._covered for each in wanted)
 
     def shared_with(self, pickler: CallerPickler) -> tuple[Memo, tuple[int, ...]]:
-        """Return the objects that a value has, too, as they are to be numbered in its pickle, and
-        their numbers in this one."""
-        # Reading a memo takes long if it is large, and most of the small ones have nothing to
-        # share.
+        """Return the objects that a value shares with this state: a memo with their numbers in the
+        value's new pickle, and their numbers in this pickle."""
+        # Copying a large memo takes long, and most small ones share nothing.
         is_small = pickler.buffer.tell() <= len(self.pickled)
         some = pickler.identified() if is_small else self._identified
         if not some:
@@ -342,7 +337,7 @@ class ModuleSnapshot(KnownPickle):
 
     @property
     def values(self) -> dict[str, Any]:
-        """The values of the names that it has, as they are now."""
+        """The current values of the names in the state."""
         return {
             f"{module}.{name}": vars(sys.modules[module]).get(name)
             for module, name in self._covered
@@ -350,7 +345,7 @@ class ModuleSnapshot(KnownPickle):
         }
 
     def sent(self, shared: Sequence[int], is_known: bool = False) -> ModulesState:
-        """Return the state as a worker gets it."""
+        """Return the message that sends the state to a worker."""
         pickled = None if is_known else self.pickled
         return ModulesState(self.number, pickled, len(self.tensors), tuple(shared))
 
@@ -360,7 +355,7 @@ class ModuleSnapshot(KnownPickle):
 
 
 class RecentValues(collections.OrderedDict[Hashable, T]):
-    """The values that were put here last.
+    """A cache of the values that were put last.
 
     Two of these caches that see the same keys in the same order keep the same keys.
     """
@@ -377,20 +372,20 @@ class RecentValues(collections.OrderedDict[Hashable, T]):
 
 
 class SnapshotCache:
-    """The snapshots that were made last, for as long as they are true."""
+    """The most recent snapshots, as long as they are up to date."""
 
     def __init__(self) -> None:
-        # WholePickle objects have methods of their own, which may come here again.
+        # reentrant, because objects that are pickled run their own code, which may come here again
         self._lock = threading.RLock()
         self._known: RecentValues[ModuleSnapshot] = RecentValues()  # by the wanted names
-        # Values that cannot be pickled, as they were first met since the module was loaded. ABSENT
-        # replaces a value that could be pickled.
+        # Values that cannot be pickled, as they were when first met after the module was loaded.
+        # ABSENT replaces a value that could be pickled.
         self._met: dict[WantedName, tuple[object, Callable[[], Any], Sequence[Any]]] = {}
 
     def of(self, wanted: Iterable[WantedName]) -> ModuleSnapshot | None:
-        """Return the state with everything that is wanted, as it is now; None if nothing is wanted.
+        """Return the current state with the `wanted` names, or None if there are no such names.
 
-        It is the same object while nothing changes.
+        While nothing changes, the same object is returned.
         """
         key = tuple(wanted)
         if not key:
@@ -421,7 +416,7 @@ class SnapshotCache:
         return pickler
 
     def _left_of(self, wanted: WantedName) -> OwnValueReference:
-        """Return the reference to the worker's own value, for one that cannot be pickled.
+        """Return a reference to the worker's own value, in place of one that cannot be pickled.
 
         Raises TypeError if the caller's value was replaced.
         """
@@ -430,14 +425,14 @@ class SnapshotCache:
         known = self._note_kind(wanted, value)
         if known is not value and known is not None:  # None if it is made when it is needed
             raise TypeError(
-                f"{wanted.module}.{wanted.name} was replaced by what cannot be sent "
-                f"({type(value).__name__}), and workers "
-                "would have another one; make it when it is needed, or in the pool's initializer"
+                f"{wanted.module}.{wanted.name} was replaced with a value that cannot be sent "
+                f"({type(value).__name__}), and workers would use another one; make it when it is "
+                "needed, or in the pool's initializer"
             )
         return OwnValueReference(wanted.module, wanted.name, type(value).__qualname__)
 
     def _note_kind(self, wanted: WantedName, value: Any) -> Any:
-        """Return what the value was when it was first met."""
+        """Return the value that the name had when it was first met."""
         module = sys.modules[wanted.module]
         load = getattr(module, "__spec__", None) or module  # a reload makes a new object
         known = self._met.get(wanted)
@@ -447,15 +442,15 @@ class SnapshotCache:
         if known[1]() is value and not are_same(known[2], now):
             raise TypeError(
                 f"{wanted.module}.{wanted.name} was written to, and cannot be sent "
-                f"({type(value).__name__}): workers have "
-                "it as they import it; keep what cannot be sent apart from what changes"
+                f"({type(value).__name__}): workers have it as they import it; do not store values "
+                "that cannot be sent with values that change"
             )
         found = known[1]()
         return ABSENT if found is None and isinstance(known[1], weakref.ref) else found
 
 
 STATES = SnapshotCache()
-# the states without tensors that a worker's process has loaded
+# the states without tensors that this worker process has loaded
 LOADED: RecentValues[tuple[Namespaces, TensorUnpickler]] = RecentValues()
 
 
@@ -468,7 +463,7 @@ class SharingPickle(NamedTuple):
     pickled: bytes
     tensors: list[torch.Tensor]  # without the state's
     state: ModuleSnapshot | None
-    # Numbers, in the state's pickle, of objects that both have. They stay one object.
+    # The numbers, in the state's pickle, of objects that both contain. Each stays one object.
     shared: tuple[int, ...] = ()
 
 
@@ -478,14 +473,14 @@ def dumps_beside(
     pickler: CallerPickler,
     state: ModuleSnapshot | None,
 ) -> SharingPickle:
-    """Return what the `pickler` made of the value.
+    """Return the value's pickle, which the `pickler` has made, with the state.
 
-    If the value shares objects with the state, it is pickled again, with their numbers.
+    If the value shares objects with the state, it is pickled again with their numbers.
     """
     if state is None:
         return SharingPickle(pickler.buffer.getvalue() + pickler.mark, pickler.taken_out, None)
     mark = pickler.mark or state.mark
-    # Futures are asked only once.
+    # a value with futures is pickled only once, because pickling queries them
     memo, shared = ({}, ()) if pickler.dependencies else state.shared_with(pickler)
     if shared:
         pickler = make(io.BytesIO())
@@ -495,9 +490,9 @@ def dumps_beside(
 
 
 class KnownFunction(KnownPickle):
-    """A function whose pickle may be used again."""
+    """A function whose pickle may be reused."""
 
-    # the pickle beside the state that it was used with last
+    # the function's pickle with the state that it was last used with
     beside: SharingPickle | None = None
 
     def dumps_beside(self, function: Any, state: ModuleSnapshot | None) -> SharingPickle:
@@ -507,20 +502,20 @@ class KnownFunction(KnownPickle):
 
 
 class RecentFunctions:
-    """The functions that were pickled last for a pool, and their pickles.
+    """The functions that were last pickled for a pool, and their pickles.
 
-    A function that comes for the second time is kept, with all that it captures.
+    A function is kept from its second operation on, with all its captures.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # by the object that is called, whose id may become another object's, and its method
+        # By the id of the called object, and its method. Another object may get the same id.
         self._known: RecentValues[tuple[weakref.ref[Any], KnownFunction | None]] = RecentValues(
             MOST_FUNCTIONS
         )
 
     def of(self, function: Any) -> KnownFunction:
-        """Return the function as it is now."""
+        """Return the function with an up-to-date pickle."""
         make = functools.partial(function_pickler, function)
         is_method = type(function) is types.MethodType
         called = function.__self__ if is_method else function
@@ -554,8 +549,8 @@ def dumps_function(
 ) -> SharingPickle:
     """Pickle `function`. The tensors of the state come after those of the function.
 
-    `first` holds the arguments of some calls. They may have classes that the other calls will need
-    too. `recent` are the functions that were pickled before.
+    `first` are the arguments of some calls, whose classes other calls may also need. `recent` are
+    the functions that were pickled before.
     """
     kept, fingerprint = kept_pickle(function)
     if kept is None:
@@ -572,7 +567,7 @@ def dumps_function(
     given = [value for args, kwargs in first for value in (*args, *kwargs.values())]
     if brings_code(given):
         others = CallerPickler(io.BytesIO(), dependencies=[], travel=as_it_is)
-        # The error is ignored: it comes again when the call is packed, and then names the item.
+        # the error is ignored, because packing the call will raise it again and name the item
         with contextlib.suppress(Exception):
             others.dump(first)
         wanted.update(others.wanted)
@@ -588,7 +583,7 @@ def dumps_function(
 
 
 def largest_part(function: Any, state: ModuleSnapshot | None) -> str | None:
-    """Return the name of what takes the most bytes of all that the function uses by name."""
+    """Return the name of the largest object that the function uses by name."""
     used = {} if state is None else state.values
     code = getattr(function, "__func__", function)
     if isinstance(code, types.FunctionType):
@@ -603,7 +598,7 @@ def largest_part(function: Any, state: ModuleSnapshot | None) -> str | None:
 def brings_code(value: Any, depth: int = 3) -> bool:
     """Whether `value` contains functions, classes, or objects of the user's classes.
 
-    The search does not look everywhere.
+    The search stops at a depth of 3, and after 100 elements of a container.
     """
     kind = type(value)
     if kind in ELEMENTS:
@@ -617,10 +612,10 @@ def brings_code(value: Any, depth: int = 3) -> bool:
 def dumps_arguments(
     value: object, known: ModuleSnapshot | None, travel: Travel = as_it_is
 ) -> tuple[bytes, list[torch.Tensor], list[Any]]:
-    """Pickle, as `dumps_whole` does, arguments that may contain `DeferredValue` values.
+    """Pickle arguments that may contain `DeferredValue` objects, as `dumps_whole` does.
 
-    It also returns the dependencies to these, in the order in which pickle meets them. Parts that
-    the state `known` has are left out.
+    Also return the dependencies on these, in the order in which pickle meets them. If the state
+    `known` covers everything, no other state is added.
     """
     dependencies: list[Any] = []
     return *dumps_whole(value, travel, known, dependencies), dependencies
@@ -632,9 +627,9 @@ def dumps_whole(
     known: ModuleSnapshot | None = None,
     dependencies: list[Any] | None = None,
 ) -> tuple[bytes, list[torch.Tensor]]:
-    """Pickle `value` with all that it uses of the user's modules.
+    """Pickle `value` with the parts of the user's modules that it uses.
 
-    Returns the bytes and the tensors of both. `loads_whole` reads them.
+    Return the bytes and the tensors of both, for `loads_whole`.
     """
     make = functools.partial(CallerPickler, dependencies=dependencies, travel=travel)
     pickler = make(io.BytesIO())
@@ -655,10 +650,10 @@ def loads_whole(
     names: Namespaces | None = None,
     streams: Streams | None = None,
 ) -> Any:
-    """Load what `dumps_whole` or `dumps_arguments` gave.
+    """Load a pickle of `dumps_whole` or `dumps_arguments`.
 
-    `names` are the modules of the state that was known then. `streams` receives the streams of the
-    generators that the value captures.
+    `names` are the modules of the state that was `known` there. `streams` receives the streams of
+    the generators that the value captures.
     """
     state = None
     if pickled.startswith(WHOLE):
@@ -678,8 +673,7 @@ def loads_with_state(
 ) -> tuple[Any, Namespaces, Streams]:
     """Load a function, the modules that it sees, and the generators that it captures.
 
-    The last captures belong to the state, if there is one. Without a state, `names` are the
-    modules.
+    If there is a state, the last captures belong to it. Without a state, `names` are the modules.
     """
     own = len(captures) - (0 if state is None else state.tensors)
     seen = names or Namespaces()
@@ -713,7 +707,7 @@ def loaded(
 ) -> tuple[Namespaces, TensorUnpickler]:
     """Return the modules of a state, and the unpickler that made them.
 
-    Modules that were loaded before are reused if the state has no tensors, since tensors differ
+    Modules that are already loaded are reused if the state has no tensors, because tensors differ
     each time.
     """
     number, pickled = state.number, state.pickled or b""
@@ -734,10 +728,10 @@ def loaded(
     return found[0].for_operation(), found[1]
 
 
-# --- generators of random numbers that items hold
+# --- generators of random numbers in items
 
 
-# Generators that several items share. numpy's have no weak references.
+# generators that several items share; numpy's cannot have weak references
 SHARED: collections.deque[Any] = collections.deque(maxlen=64)
 
 
@@ -745,7 +739,7 @@ Roots = dict[int, tuple[Any, Any]]  # the generator and its root, by the generat
 
 
 class MetGenerator(NamedTuple):
-    """A generator that an item held."""
+    """A generator that an item contained."""
 
     generator: Any  # kept alive, so that no other object gets its id
     first: int
@@ -753,18 +747,18 @@ class MetGenerator(NamedTuple):
 
 
 class ItemStreams:
-    """Decides how the generators are sent that the items of one operation hold.
+    """Decides how generators in the items of one operation are sent.
 
-    A generator of one item is sent as it is. If several items hold a generator, each item gets its
-    own stream of it. The items of an iterator are not all known in advance. Then the first item
-    that holds a generator gets it as it is, and later items get a stream each. From then on the
-    generator counts as shared. An item may be packed more than once.
+    If one item contains a generator, it is sent as it is. If several items contain it, each item
+    gets its own stream of it. The items of an iterator are not all known in advance. In that case
+    the first item that contains a generator gets it as it is, and each later item gets a stream.
+    After that the generator counts as shared. An item may be packed more than once.
     """
 
     def __init__(self, items: Iterable[Any] | None, captures: Sequence[torch.Tensor] = ()) -> None:
         """Start with the `items`, if all of them are known.
 
-        `captures` are the function's, before they are `drawn`.
+        `captures` are the function's captures, before they are `drawn`.
         """
         self._items = items
         self._captured = [each.generator for each in captures if type(each) is Root]
@@ -774,8 +768,7 @@ class ItemStreams:
         self._roots_of_code: Roots = {}
 
     def onwards(self, first: int) -> ItemStreams:
-        """Return the streams for later items, which an operation of their own numbers from `first`
-        on."""
+        """Return the streams for later items, which another operation numbers from `first`."""
         later = ItemStreams(self._items)
         later._first, later._met, later._roots = first, self._met, self._roots
         return later
@@ -801,7 +794,8 @@ class ItemStreams:
     def drawn(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the tensors of an item, with roots replaced with drawn numbers.
 
-        An item may bring code of the user's module that captures generators. All items share these.
+        An item may bring code of the user's modules that captures generators. All items share
+        these.
         """
         roots = self._roots_of_code
         return [
@@ -810,7 +804,7 @@ class ItemStreams:
         ]
 
     def _is_shared(self, generator: Any) -> bool:
-        """Whether the function or several items hold the generator."""
+        """Whether the function or several items contain the generator."""
         if any(each is generator for each in self._captured):
             return True
         if self._items is None:
@@ -819,7 +813,7 @@ class ItemStreams:
 
     @functools.cached_property
     def _holders(self) -> dict[int, tuple[Any, set[int]]]:
-        """Return which items hold which generators, by id.
+        """Return the generators in items by id, each with the numbers of its items.
 
         The generators are kept alive, so that no other object gets their ids.
         """
@@ -830,7 +824,7 @@ class ItemStreams:
             return NotImplemented
 
         for number, item in enumerate(self._items or ()):
-            # The error is ignored: it comes again when the item is packed, and then names the item.
+            # the error is ignored, because packing the item will raise it again and name the item
             with contextlib.suppress(Exception):
                 ProbePickler(
                     io.BytesIO(), dependencies=[], travel=functools.partial(note, number)
@@ -839,7 +833,7 @@ class ItemStreams:
 
 
 def root_of(kind: Kind, generator: Any, roots: Roots) -> Any:
-    """Return the generator's root among `roots`, and draw one if there is none."""
+    """Return the generator's root from `roots`. Draw one if there is none."""
     if id(generator) not in roots:
         with outside_transforms():
             roots[id(generator)] = generator, kind.root(generator)

@@ -1,12 +1,12 @@
 """Random number generators that a function captures are sent to workers.
 
-`ItemStreams` does this for the generators that items hold.
+`ItemStreams` does this for the generators in items.
 
-    [1] `captured`: a `Root` takes the place of the generator's state
-        ─► [2] `drawn`: for one operation, it becomes a capture like others
-        ─► [3] `kept`: in a worker, it becomes a `Stream`, which begins anew before each item
+    [1] `captured`: a `Root` replaces the generator's state
+        ─► [2] `drawn`: for one operation, the root becomes an ordinary capture
+        ─► [3] `kept`: in a worker, it becomes a `Stream`, which restarts before each item
 A root is a tensor. So the pickle of a function stays the same, and its cost stays known, while its
-generators move on.
+generators advance.
 """
 
 from __future__ import annotations
@@ -36,14 +36,12 @@ __all__ = [
     "set_attributes",
 ]
 
-Travel = Callable[[Kind, Any], Any]  # reduces a generator; NotImplemented: with its state
+Travel = Callable[[Kind, Any], Any]  # reduces a generator; NotImplemented means with its state
 
 
 class Root(torch.Tensor):
-    """[1] Represents, among a function's captures, the numbers still to be drawn from a generator.
-
-    The generator is the caller's.
-    """
+    """[1] Represents a generator of the caller's among a function's captures, before its numbers
+    are drawn."""
 
     __slots__ = ("generator", "kind")  # attributes would be pickled
 
@@ -52,7 +50,7 @@ class Root(torch.Tensor):
 
 
 class Stream:
-    """A generator that a function holds in a worker."""
+    """A generator that a function has captured, in a worker."""
 
     def __init__(self, kind: Kind, generator: Any, root: torch.Tensor) -> None:
         self._begin = kind.begin
@@ -65,7 +63,7 @@ class Stream:
             return pickle.loads(bytes(self._drawn.tolist()))
 
     def begin(self, item: int) -> None:
-        """Start the item's numbers, whatever the generator drew before."""
+        """Start the item's numbers, regardless of earlier draws."""
         self._begin(self._generator, self._root, item)
 
 
@@ -76,14 +74,13 @@ class Streams(list[Stream]):
     """
 
     def begin(self, item: int) -> None:
-        # An object that was made later may be held by an earlier one. The earlier one may draw from
-        # it as it begins.
+        # An earlier generator may refer to a later one, and draw from it when it begins.
         for each in reversed(self):
             each.begin(item)
 
 
 def reduce_generator(value: Any, travel: Travel) -> Any:
-    """Reduce a generator; None if pickle's own way is right, and for any other object."""
+    """Reduce a generator. Return None if pickle handles it correctly, and for other objects."""
     if not is_generator(value):
         return None
     kind = kind_of(value)
@@ -107,7 +104,7 @@ def reduce_generator(value: Any, travel: Travel) -> Any:
 
 
 def generator_again(kind: Any, bits: Any) -> Any:
-    """Rebuild a generator of numpy's around `bits`, which other generators may share."""
+    """Rebuild a numpy generator around `bits`, which other generators may share."""
     made = kind.__new__(kind)
     sys.modules["numpy.random"].Generator.__init__(made, bits)
     return made
@@ -116,11 +113,11 @@ def generator_again(kind: Any, bits: Any) -> Any:
 def set_attributes(made: Any, attributes: Any) -> None:
     """Set an object's Python attributes.
 
-    `__setstate__` of numpy's generators would take a dictionary for the state of the bits.
+    `__setstate__` of numpy's generators would read a dictionary as the state of the bits.
     """
     own = vars(made)
     for name, value in attributes.items():
-        own[sys.intern(name) if type(name) is str else name] = value  # pickle interns them too
+        own[sys.intern(name) if type(name) is str else name] = value  # as pickle does
 
 
 def as_it_is(kind: Kind, generator: Any) -> Any:
@@ -131,7 +128,7 @@ def as_it_is(kind: Kind, generator: Any) -> Any:
 
 
 def captured(kind: Kind, generator: Any) -> Any:
-    """[1]"""
+    """[1] Reduce a captured generator with a root instead of its state."""
     with outside_transforms():
         root = torch.empty(0, dtype=torch.uint8).as_subclass(Root)
     root.kind, root.generator = kind, generator
@@ -140,9 +137,9 @@ def captured(kind: Kind, generator: Any) -> Any:
 
 
 def drawn(captures: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """[2] Return the captures, with roots replaced with what the caller's generators give.
+    """[2] Return the captures, with each root replaced with numbers drawn from its generator.
 
-    No other operation gets the same numbers.
+    Each operation gets different numbers.
     """
     return [
         plain(each.kind.root(each.generator)) if type(each) is Root else each for each in captures
@@ -157,7 +154,7 @@ def plain(root: Any) -> torch.Tensor:
 def kept(
     streams: Streams, root: torch.Tensor, make: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> Any:
-    """[3]"""
+    """[3] Rebuild a captured generator, and add its stream."""
     made = make(*arguments)
     kind = kind_of_class(type(made))
     assert kind is not None

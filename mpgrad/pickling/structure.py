@@ -1,21 +1,21 @@
-"""Pickle without tensors turns any structure or function into bytes and a list of its tensors.
+"""Any structure or function is pickled into bytes and a list of its tensors.
 
-cloudpickle pickles lambdas, closures and everything that a script defined. But it would pickle
-tensors by value, and it fails on those that need gradients. Here each tensor leaves its number in
-the bytes, in a call of `tensor_at`, which the unpickler answers. Other modules decide how the
+cloudpickle pickles lambdas, closures and everything that a script defines. But it would pickle
+tensors by value, and it fails on tensors that need gradients. Here each tensor is replaced with a
+call of `tensor_at` with its number, which the unpickler resolves. Other modules decide how the
 tensors are sent and who owns their memory. The tensors that a *function* reaches in this way are
-its captures. The bytes also contain attributes that somebody set on a tensor, and the tensor's own
-class. The tensor that takes its place gets both.
+its captures. The bytes also contain a tensor's class and the attributes that were set on it, which
+the received tensor gets.
 
-For each class a pickler decides once how its objects are reduced (`_way_of`). Most reduce
+For each class a pickler decides once how its objects are reduced (`_way_of`). Most objects reduce
 themselves.
 
-Large buffers of other libraries, mostly numpy arrays, are taken out too, as tensors of bytes.
-Pickle asks for them in the order in which it met them. So they are at the end of the list, with the
-first one last. `mpgrad.pickling.reducers` handles objects that pickle refuses or changes.
+Large buffers of other libraries, mostly numpy arrays, are also taken out, as tensors of bytes.
+Loading reads the buffers in the order in which they were taken out. So they are at the end of the
+list, in reverse order. `mpgrad.pickling.reducers` handles objects that pickle refuses or changes.
 
-The result of an unfinished call (`DeferredValue`) leaves a call of `loaded_with`, and a dependency
-on the future value.
+The result of an unfinished call (`DeferredValue`) is replaced with a call of `loaded_with` and a
+dependency on the future value.
 """
 
 from __future__ import annotations
@@ -132,25 +132,23 @@ __all__ = [
 class DeferredValue:
     """A value that may not exist yet.
 
-    It is not an ABC, because every object that is pickled is asked whether it is one.
+    This is not an ABC, because everything that is pickled is tested against it.
     """
 
     def _dependency(self) -> object | None:
-        """Return the dependency that will lead to the value.
+        """Return the dependency that will provide the value.
 
-        It is None if the value was taken before, so that it is here and may have been changed
-        since.
+        Return None if the value was already taken, because it may have been changed since then.
         """
         raise NotImplementedError
 
     def _taken(self) -> Any:
-        """Return the value. Call it only if `_dependency` gave None."""
+        """Return the value. Call this only if `_dependency` returned None."""
         raise NotImplementedError
 
 
 def dumps(value: object) -> tuple[bytes, list[torch.Tensor]]:
-    """Pickle `value`. Returns the bytes, and a list of its distinct tensors followed by its
-    buffers.
+    """Pickle `value`. Return the bytes, and a list of its distinct tensors followed by its buffers.
 
     The tensors are in the order in which pickle meets them.
     """
@@ -163,7 +161,7 @@ def dumps(value: object) -> tuple[bytes, list[torch.Tensor]]:
 def dumps_result(value: object) -> tuple[bytes, list[torch.Tensor]]:
     """Pickle a result as `dumps` does, but replace tensors of other classes with plain aliases.
 
-    Leaves keep their classes, because others may know these leaves.
+    Leaves are not replaced, because other code may refer to them.
     """
     pickled, tensors = dumps(value)
     for number, each in enumerate(tensors):
@@ -179,9 +177,9 @@ def loads(
     names: Namespaces | None = None,
     streams: Streams | None = None,
 ) -> Any:
-    """Rebuild the value, with `tensors` in the places of those that `dumps` took out.
+    """Rebuild the value, with `tensors` in place of those that `dumps` took out.
 
-    The results of dependencies are put in their places too. `names` are the user's modules that the
+    The results of dependencies replace the deferred values. `names` are the user's modules that the
     value refers to. `streams` receives the streams of the generators that the value captures.
     """
     return TensorUnpickler(io.BytesIO(pickled), tensors, dependency_results, names, streams).load()
@@ -198,17 +196,17 @@ def loads_result(shape: Structure, tensors: Sequence[torch.Tensor]) -> Any:
 
 
 class TensorPickler(ClassPickler):
-    """Pickles any object with numbers in the places of its tensors.
+    """Pickles any object, with its tensors and large buffers replaced with numbers.
 
-    `tensors` and `buffers` hold what was taken out.
+    They are moved to `tensors` and `buffers`.
     """
 
     def __init__(self, buffer: io.BytesIO, dependencies: list[Any] | None = None) -> None:
         self.buffer = buffer
         self.tensors: list[torch.Tensor] = []
         self.buffers: list[torch.Tensor] = []
-        # A method of ours here would make a cycle. Then the tensors, and the graphs behind them,
-        # would wait for the garbage collector.
+        # A bound method as callback would make a cycle. Then the garbage collector would have to
+        # free the tensors and their graphs.
         super().__init__(
             buffer, protocol=5, buffer_callback=functools.partial(stays_in_band, self.buffers)
         )
@@ -237,7 +235,7 @@ class TensorPickler(ClassPickler):
         return value.__reduce_ex__(5) if way is None else way(self, value)
 
     def _way_of(self, kind: type) -> Way | None:
-        """Return how this pickler reduces the objects of a class; None if they do it themselves."""
+        """Return how this pickler reduces objects of a class, or None if they reduce themselves."""
         if issubclass(kind, torch.Tensor):
             return TensorPickler._reduce_tensor
         if kind in PROXIES:
@@ -258,8 +256,8 @@ class TensorPickler(ClassPickler):
         return way_of(kind)
 
     def _reduce_tensor(self, value: torch.Tensor) -> Any:
-        """Reduce a tensor to its number, with its attributes and its own class, whatever the class
-        says of pickling. So a leaf stays a leaf."""
+        """Reduce a tensor to its number, attributes and class, without the class's own pickling. So
+        a leaf stays a leaf."""
         kind, number = type(value), len(self.tensors)
         if kind is not Root and have_attributes((value,)):
             if kind not in PLAIN:
@@ -271,13 +269,12 @@ class TensorPickler(ClassPickler):
         return tensor_at, (number,)
 
     def _reduce_deferred(self, value: Any) -> Any:
-        """Reduce a value that may not exist yet. If the caller has it already, it is pickled as it
-        is."""
+        """Reduce a value that may not exist yet. If the caller already has it, pickle the value
+        itself."""
         if self.dependencies is None:
             raise TypeError(
                 "a future can be an argument of a call, but neither part of a function or result, "
-                "nor within a torch.func "
-                "transform; pass it as an argument, or pass its result()"
+                "nor used in a torch.func transform; pass it as an argument, or pass its result()"
             )
         if (dependency := value._dependency()) is None:
             return itself, (value._taken(),)
@@ -298,14 +295,12 @@ class TensorPickler(ClassPickler):
             return compiled
         try:
             state = function_state(function)
-        except ReferenceError:  # cloudpickle each global is asked whether it is a module
+        except ReferenceError:  # each global is tested with `isinstance`, which a proxy forwards
             uses_gone = (
                 f"{function.__qualname__} uses a weak proxy (weakref.proxy) of an object that is "
                 "gone"
             )
-            raise pickle.PicklingError(
-                f"{uses_gone}; let go of the proxy, or keep the object"
-            ) from None
+            raise pickle.PicklingError(f"{uses_gone}; drop the proxy, or keep the object") from None
         return (
             make_dynamic,
             self._function_getnewargs(function),
@@ -316,7 +311,7 @@ class TensorPickler(ClassPickler):
         )
 
 
-# A function gives the parts that an object holds.
+# a function that returns the parts of an object, and the object
 Look = tuple[Callable[[Any], Sequence[Any]], Any]
 ABSENT = object()
 
@@ -342,13 +337,14 @@ def held_by_function(value: types.FunctionType) -> Sequence[Any]:
     parts = OF_A_FUNCTION(value)
     try:
         inside = vars(value), value.__kwdefaults__ or {}, value.__annotations__
-    except Exception:  # names that only type checkers know, since Python 3.14
+    except Exception:  # since Python 3.14, if only type checkers know a name in the annotations
         inside = vars(value), value.__kwdefaults__ or {}, {}
     return [*parts, *itertools.chain(*map(pairs_of, inside))]
 
 
 def held_by_class(value: type) -> Sequence[Any]:
-    """Return the class's names, bases and body, and what the members of an enumeration hold."""
+    """Return a class's names, bases, body and registrations, and the attributes of an enumeration's
+    members."""
     body = {name: each for name, each in vars(value).items() if name not in MADE_BY_PYTHON}
     members = value if issubclass(value, enum.Enum) else ()
     inside = itertools.chain(*(pairs_of(vars(each)) for each in members))
@@ -358,7 +354,7 @@ def held_by_class(value: type) -> Sequence[Any]:
 
 
 def parts_of(value: Any) -> Iterator[Any]:
-    """Yield what is in nested containers that are new each time."""
+    """Yield the contents of nested containers that are new each time."""
     if isinstance(value, dict | list | tuple):
         for each in value.values() if isinstance(value, dict) else value:
             yield from parts_of(each)
@@ -373,23 +369,23 @@ def attributes_beside_state(generator: Any) -> Sequence[Any]:
     )
 
 
-# --- what an unpickler puts in the place of a call of these functions
+# --- an unpickler replaces calls of these functions
 
 
 def tensor_at(number: int, kind: type | None = None) -> Any:
-    """Give the tensor of this number, changed to the class if one is given."""
+    """Return the tensor with this number, changed to the class `kind` if that is given."""
     raise NOT_HERE
 
 
 def loaded_with(what: str, *given: Any) -> Any:
-    """Give something that the pickle is loaded with: a result, a module, streams."""
+    """Return an object that the pickle is loaded with: a result, a module, or streams."""
     raise NOT_HERE
 
 
-NOT_HERE = RuntimeError("this pickle is to be loaded with its tensors")
+NOT_HERE = RuntimeError("this pickle must be loaded with its tensors")
 Way = Callable[[Any, Any], Any]  # reduces an object for a pickler
-Memo = dict[int, tuple[int, Any]]  # pickle's: a number and the object, by the object's id
-# Marks, and immutable objects. What these hold has an identity of its own.
+Memo = dict[int, tuple[int, Any]]  # pickle's memo: a number and the object, by the object's id
+# references and immutable objects; their parts have their own identity
 WITHOUT_IDENTITY = {
     *(str, bytes, tuple, frozenset, types.CodeType, types.BuiltinFunctionType, types.MethodType),
     *(property, classmethod, staticmethod, Streams, NamesReference, OwnValueReference),
@@ -398,9 +394,9 @@ WITHOUT_IDENTITY = {
 
 
 def has_identity(value: object) -> bool:
-    """Whether it matters that two places have the same object.
+    """Whether it matters that two places refer to the same object.
 
-    Classes are the same ones by themselves, and so are functions that go by name.
+    Classes, and functions that are sent by name, always stay the same object.
     """
     if isinstance(value, types.FunctionType):
         return name_of(value) is None and not by_reference(value)
@@ -414,7 +410,7 @@ def as_usual(way: Way | None, pickler: TensorPickler, value: Any) -> Any:
 def has_own_way(kind: Any) -> bool:
     """Whether the objects of the class are pickled by their own code.
 
-    Such code may leave tensors out and make others in their place.
+    Such code may leave out tensors and make other ones.
     """
     reducer = copyreg.dispatch_table.get(kind)
     return has_methods_for_pickle(kind) if reducer is None else not is_known(reducer)
@@ -429,7 +425,7 @@ def has_methods_for_pickle(kind: Any) -> bool:
 
 
 def makes_own(new: Any) -> bool:
-    """A named tuple's was made by Python."""
+    """Whether a `__new__` is the user's. Python makes that of a named tuple."""
     return (
         isinstance(new, types.FunctionType)
         and not is_known(new)
@@ -442,8 +438,7 @@ def is_known(value: Any) -> bool:
     return is_of_libraries(getattr(value, "__module__", "builtins"))
 
 
-# This mark follows a pickle that runs code of objects when it is loaded. The pickle itself ends
-# before it.
+# this mark follows a pickle whose loading runs code of its objects
 RUNS_CODE = b"runs code"
 OF_PICKLE = (
     "__reduce_ex__",
@@ -459,7 +454,7 @@ OF_ITEMS = "__setitem__", "append", "extend"
 class CallerPickler(TensorPickler):
     """Pickles on the caller's side.
 
-    Functions and classes of the user's modules are pickled by name, and noted in `wanted`.
+    Functions and classes of the user's modules are pickled by name, and recorded in `wanted`.
     """
 
     to_caller = False
@@ -476,10 +471,10 @@ class CallerPickler(TensorPickler):
         self._lookups: dict[int, Lookups] = {}  # by id of the namespace
         self.globals_ref: dict[int, dict[str, Any]]  # cloudpickle's
         self.wanted: dict[WantedName, None] = {}  # in order
-        self._seen: set[str] = set()  # modules of which the wanted names are known
+        self._seen: set[str] = set()  # modules whose wanted names are known
         self._here = NamesReference()
         self.given: dict[int, dict[str, Any]] = {}  # the globals that each function uses, by its id
-        self.looks: list[Look] = []  # for a record of what was pickled
+        self.looks: list[Look] = []  # for a `ContentRecord`
         self._made: set[int] = set()  # ids of parts that were made for the pickle
         self.finds_names = False  # whether functions may find names that are not in their code
 
@@ -491,7 +486,7 @@ class CallerPickler(TensorPickler):
                 self._made.add(id(each))
 
     def identified(self) -> Memo:
-        """Return the part of the memo with objects of which it matters that each is one object."""
+        """Return the part of the memo with objects whose identity matters."""
         return {
             key: entry
             for key, entry in self.memo.copy().items()
@@ -499,7 +494,7 @@ class CallerPickler(TensorPickler):
         }
 
     def look(self, held: Callable[[Any], Sequence[Any]], value: Any) -> None:
-        """Note how to find out whether the value holds the same as now."""
+        """Record how to read the value's contents, for later comparisons."""
         self.looks.append((held, value))
 
     def _way_of(self, kind: type) -> Way | None:
@@ -552,14 +547,14 @@ class CallerPickler(TensorPickler):
         return reduced
 
     def globals_along(self, value: types.FunctionType, given: dict[str, Any]) -> dict[str, Any]:
-        """Return the globals that are pickled beside the function. It finds the others in its
+        """Return the globals that are pickled with the function. It finds the others in its
         module."""
         return {}
 
     def reduce_function(self, value: types.FunctionType, by_value: bool = False) -> Any:
         """Reduce a function by value, unless it belongs to a library.
 
-        If its globals belong to a module of the user's, they are pickled as that module's globals.
+        If its globals are those of a user's module, they are pickled as that module's globals.
         """
         reduced = self._dynamic_function_reduce(value) if by_value else super()._reduce_code(value)
         if reduced is NotImplemented:
@@ -578,7 +573,7 @@ class CallerPickler(TensorPickler):
         self.look(values_of, (vars(builtins), names))
         self.look(accessors_named, names)
         if accessors := accessors_named(names):
-            # cloudpickle makes these with the function, and does not keep them
+            # cloudpickle loads this list with the function, and does not keep it
             rest["_cloudpickle_submodules"].append(Accessors(accessors))
         for wanted in uses_of(value, given):
             self._seen.add(wanted.module)
@@ -610,9 +605,9 @@ class CallerPickler(TensorPickler):
     def _names_of(
         self, namespace: dict[str, Any], mentioned: frozenset[str], given: dict[str, Any]
     ) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return the names that a script's function may find at run time, besides the `given` ones.
+        """Return the names that a script's function may find at run time, except the `given` ones.
 
-        It also says why other names are not sent.
+        Also return the reasons why other names are not sent.
         """
         self.finds_names = True
         lookups = self._lookups.setdefault(id(namespace), Lookups(namespace, size_alone))
@@ -631,7 +626,7 @@ def refuse_files(pickler: CallerPickler, value: Any) -> Any:
 
 
 class ProbePickler(CallerPickler):
-    """Shows what is in a value and whether it can be pickled. It asks nothing of futures."""
+    """Shows the contents of a value, and whether it can be pickled. It does not resolve futures."""
 
     def _reduce_deferred(self, value: Any) -> Any:
         return super()._reduce_deferred(value) if self.dependencies is None else (loaded_with, ())
@@ -640,7 +635,8 @@ class ProbePickler(CallerPickler):
 class SizePickler(CallerPickler):
     """Measures the size of a value's pickle.
 
-    It raises OverflowError above the limit, and TypeError for objects that are not sent unasked.
+    It raises OverflowError above the limit. If there is a limit, it also raises TypeError for
+    objects whose own code would run.
     """
 
     follows_lookups = False
@@ -648,7 +644,7 @@ class SizePickler(CallerPickler):
 
     def persistent_id(self, value: Any) -> None:
         if value is sys.modules:
-            raise TypeError("it has sys.modules")
+            raise TypeError("it contains sys.modules")
 
     def reducer_override(self, value: object) -> Any:
         kind = value if isinstance(value, type) else type(value)
@@ -669,8 +665,7 @@ def refuse_users(kind: type) -> None:
 
 
 def is_users(kind: type) -> bool:
-    """Whether the class is the user's or derived from one that is. The main script's classes
-    count."""
+    """Whether the class is the user's or derived from one. The main script's classes count."""
     return any(map(is_users_own, {each.__module__ for each in kind.__mro__}))
 
 
@@ -682,7 +677,7 @@ def is_made_by_own_code(kind: type) -> bool:
 
 
 def is_called(value: object) -> bool:
-    """Whether pickle calls the class to make the object again, as it does for sets.
+    """Whether pickle calls the class to rebuild the object, as it does for sets.
 
     Such a call runs the class's own code.
     """
@@ -690,7 +685,7 @@ def is_called(value: object) -> bool:
     if not is_known(getattr(kind, "__array_finalize__", None)):
         return True
     is_usual = kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__
-    # Calling an enumeration only finds its members.
+    # calling an enumeration only looks up a member
     calls_init = not is_known(kind.__init__) and type(kind).__call__ is type.__call__
     return calls_init and not is_usual and value.__reduce_ex__(5)[0] is kind
 
@@ -707,7 +702,7 @@ class LimitedBuffer(io.BytesIO):
 
 
 def size_alone(value: Any, limit: int | None) -> int:
-    """Return the bytes that the value takes in a pickle, including its tensors."""
+    """Return the size of the value's pickle in bytes, including its tensors."""
     pickler = SizePickler(buffer := LimitedBuffer(limit))
     pickler.is_asked = limit is None
     pickler.dump(value)
@@ -720,8 +715,8 @@ def size_alone(value: Any, limit: int | None) -> int:
     return size
 
 
-FUNCTION_PARTS = 5  # cloudpickle makes a function from so many arguments
-# The first argument of `loaded_with` for objects that represent what a pickle is loaded with.
+FUNCTION_PARTS = 5  # the number of arguments from which cloudpickle makes a function
+# the first argument of `loaded_with` for objects that the unpickler replaces
 PLACES: dict[type, str] = {
     NamesReference: "names",
     Streams: "streams",
@@ -733,15 +728,15 @@ BY_NAME: set[Any] = {tensor_at, loaded_with, itself, make_function, set_function
 
 
 def stays_in_band(taken_out: list[torch.Tensor], buffer: pickle.PickleBuffer) -> bool:
-    """Answer pickle's question whether a buffer stays in the bytes.
+    """Return whether a buffer stays in the bytes, as pickle's `buffer_callback`.
 
     Small buffers do. Others become tensors in `taken_out`.
     """
     memory, numpy = buffer.raw(), sys.modules.get("numpy")
-    # Only numpy makes buffers from tensors again.
+    # only numpy can rebuild buffers from tensors
     if memory.nbytes <= INLINE_BYTES or numpy is None:
         return True
-    with torch.inference_mode():  # no tensor counts what others write to the buffer
+    with torch.inference_mode():  # a version counter would not count writes to the buffer
         tensor = torch.from_numpy(numpy.asarray(ReadOnlyMemory(memory)))
     if is_constant(memory.obj):
         vars(tensor)[CONSTANT] = True
@@ -750,7 +745,7 @@ def stays_in_band(taken_out: list[torch.Tensor], buffer: pickle.PickleBuffer) ->
 
 
 class ReadOnlyMemory:
-    """Memory that may be read-only, for torch, which has no tensors for that."""
+    """Memory that may be read-only. It is passed to torch, which has no read-only tensors."""
 
     def __init__(self, memory: memoryview) -> None:
         pointer = sys.modules["numpy"].frombuffer(memory, "u1").ctypes.data
@@ -764,9 +759,9 @@ class ReadOnlyMemory:
 
 
 def is_constant(value: Any) -> bool:
-    """Whether it is a number or array of numpy's that is read-only, as its base is.
+    """Whether the value is a numpy number, or a numpy array that is read-only, as its bases are.
 
-    With `flags.writeable = False` users say that an array is a constant.
+    Users mark an array as constant with `flags.writeable = False`.
     """
     numpy: Any = sys.modules.get("numpy")
     if numpy is None:
@@ -779,7 +774,7 @@ def is_constant(value: Any) -> bool:
 
 
 class TensorUnpickler(ClassUnpickler):
-    """Loads what `TensorPickler` wrote, with tensors in the places of their numbers."""
+    """Loads a pickle of `TensorPickler`, with its tensors."""
 
     def __init__(
         self,
@@ -790,10 +785,11 @@ class TensorUnpickler(ClassUnpickler):
         streams: Streams | None = None,
         objects: Sequence[Any] = (),
     ) -> None:
-        """Make an unpickler. The pickle has numbers for `objects`, which another pickle had."""
+        """Make an unpickler. The pickle has numbers for `objects`, which came with another
+        pickle."""
         if objects:
             buffer = io.BytesIO(memo_of(len(objects)) + buffer.read())
-        # This is `cpu` if `device=` has moved everything that a call was given.
+        # `cpu()`, because `device=` may have moved the arguments of a call to a device
         super().__init__(
             buffer,
             buffers=(tensor.cpu().numpy() for tensor in reversed(tensors)),
@@ -825,7 +821,7 @@ class TensorUnpickler(ClassUnpickler):
             return found
         if self._names.placement is not None:
             found = functools.partial(self._names.placement.set_class, found)
-        if self._names.classes is not None:  # copies, which belong to one operation anyway
+        if self._names.classes is not None:  # copies, which belong to one operation
             return functools.partial(set_copied, self._names, found)
         return functools.partial(self._names.set_class, found)
 
@@ -833,15 +829,15 @@ class TensorUnpickler(ClassUnpickler):
 def set_copied(
     names: Namespaces, set_state: Callable[[type, Any], Any], made: type, state: Any
 ) -> None:
-    """Set the state of a class for workers in the caller's process. Registrations of a copy go with
-    its operation."""
+    """Set the state of a class for workers in the caller's process. Registrations of a copy end
+    with its operation."""
     set_state(made, state)
     if state[1] and made in COPIES:
         names.registered.append(made)
 
 
 def memo_of(count: int) -> bytes:
-    """Return a pickle after which an unpickler has its first `count` objects in its memo."""
+    """Return a pickle that puts an unpickler's first `count` objects into its memo."""
     after = pickle.BINPERSID + pickle.MEMOIZE + pickle.POP
     steps = (pickle.BININT + struct.pack("<i", number) + after for number in range(count))
     return b"".join([*steps, pickle.NONE, pickle.STOP])
@@ -855,7 +851,8 @@ def tensor_among(
 
 
 def found_here(names: Any, streams: Streams, results: Sequence[Any], what: str, *given: Any) -> Any:
-    """Return what `loaded_with` stands for. A pickle with names is loaded with `names`."""
+    """Return the object for a call of `loaded_with`. A pickle with names is loaded with
+    `names`."""
     if what == "results":
         return results[given[0]]
     if what == "streams":
@@ -869,11 +866,11 @@ def found_here(names: Any, streams: Streams, results: Sequence[Any], what: str, 
 
 # --- whether a pickle leads to installed packages
 
-# The bytes of an item's pickle that are searched. Reading more takes longer than it may save.
+# the bytes of an item's pickle that are searched; searching more takes longer than it may save
 MOST_READ = 16 << 10
-# The same for a function that comes again. A network that it captures has its layers there.
+# the same for a function that is sent again, whose pickle may contain the layers of a network
 MOST_READ_AGAIN = 256 << 10
-# A short string begins with an opcode and its length.
+# a short string begins with an opcode and its length
 NAMES = re.compile(rb"(?:\x8c.)?(\w+)", re.DOTALL)
 
 
@@ -890,15 +887,14 @@ LoadedFunction = tuple[int, str, frozenset[str]]
 
 
 def loaded() -> LoadedFunction:
-    """Return the state of the imports, to compare it with a later one.
+    """Return the state of the imports, for a later comparison.
 
-    It changes when something is imported, or when other packages are registered to be sent by
-    value.
+    It changes when a module is imported, and when a package is registered to be sent by value.
     """
     return len(sys.modules), next(reversed(sys.modules)), frozenset(list_registry_pickle_by_value())
 
 
-@functools.lru_cache(maxsize=64)  # a function is mapped again and again
+@functools.lru_cache(maxsize=64)  # the same function is mapped repeatedly
 def names_library(pickled: bytes, modules: LoadedFunction) -> bool:
     return not libraries(modules).isdisjoint(NAMES.findall(pickled))
 

@@ -1,11 +1,11 @@
-"""What has not changed is not pickled again, and not loaded again in a worker. Both sides.
+"""An unchanged function is not pickled again, and not loaded again in a worker. Both sides.
 
-A `ContentRecord` says whether the objects of a pickle hold what they held.
+A `ContentRecord` checks whether the objects of a pickle have changed.
 
 A lambda in a loop is a new function each time, with the same code. It may capture other tensors,
-but its pickle has numbers in the places of tensors. So pickles are kept by the code of the
-function, with everything that they depend on (`FunctionFingerprint`). Checking this again takes a
-tenth of the time of pickling.
+but its pickle contains numbers instead of tensors. So pickles are kept by the code of the function,
+with everything that they depend on (`FunctionFingerprint`). Checking this takes a tenth of the time
+of pickling.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ __all__ = [
     "kept_pickle",
 ]
 
-# --- what objects hold
+# --- the contents of objects
 
 
 STEADY = (
@@ -72,7 +72,7 @@ STEADY = (
     *(enum.Enum, re.Pattern, pathlib.PurePath, uuid.UUID, decimal.Decimal, fractions.Fraction),
     *(datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo),
     *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, torch.Tensor),
-)  # immutable, except for attributes; what functions hold is noted apart
+)  # immutable, except for attributes; the parts of functions are recorded separately
 CONTAINERS = {
     *(list, dict, set, collections.OrderedDict, collections.defaultdict, collections.deque),
     *(collections.Counter, functools.partial, types.CellType),
@@ -85,28 +85,28 @@ OF_NEW = "__getnewargs__", "__getnewargs_ex__"
 ATTRIBUTES = operator.attrgetter("__dict__")
 STRINGS = {str}
 POINTER_BYTES = ctypes.sizeof(ctypes.c_void_p)
-BETWEEN = (object(),)  # stands between two objects, so that no part moves from one to the other
+BETWEEN = (object(),)  # separates two objects, so that a part cannot move unseen between them
 
 
 class ContentRecord:
-    """Says whether all objects of a pickle still hold what they held.
+    """Checks whether all objects of a pickle still have the same contents.
 
-    Python does not report changes. But what an object refers to, and its keys, can be read in C:
-    10,000 objects take a few milliseconds. Objects that do not show what they hold (arrays of
-    numpy, objects that say themselves how they are pickled) are pickled again, and the bytes are
-    compared. Of tensors only the attributes are compared, because operations send their values.
+    Python does not report changes. But an object's referents and its keys can be read in C, which
+    takes a few milliseconds for 10,000 objects. Objects that do not show their contents (numpy
+    arrays, objects that define their own pickling) are pickled again, and the bytes are compared.
+    Only the attributes of tensors are compared, because operations send the values.
 
     Guarantees: no change goes unseen. A false alarm costs one more pickling.
     """
 
     def __init__(self, pickler: CallerPickler) -> None:
-        """Note the objects, and keep them alive, so that no other object gets their ids."""
+        """Record the objects, and keep them alive, so that no other object gets their ids."""
         memo = pickler.memo.copy()
         kinds: dict[type, list[Any]] = {}
         for _, value in memo.values():
             kinds.setdefault(type(value), []).append(value)
         self._looks = pickler.looks
-        # objects that refer to all that they hold
+        # objects whose referents are all of their contents
         self._shown: list[Any] = []
         self._sized: list[Any] = []
         self._keyed: list[dict[str, Any]] = []
@@ -119,7 +119,7 @@ class ContentRecord:
             self._note(kind, values)
         for each in self._opaque:
             del memo[id(each)]
-        # What stands beside opaque objects in the pickle is compared by itself.
+        # The other objects of the pickle are compared by themselves.
         self._beside = CallerPickler(io.BytesIO())
         self._beside.memo = memo if self._opaque else {}
         self._modules = loaded()
@@ -142,7 +142,7 @@ class ContentRecord:
             for value in values:
                 self._shown += (value, BETWEEN)
         else:
-            self._shown += values  # each has a dictionary of its own, which ends its parts
+            self._shown += values  # each has its own dictionary, which ends its parts
         if hasattr(values[0], "__dict__"):
             self._note_dicts([*map(ATTRIBUTES, values)])
         if issubclass(kind, torch.nn.Module):  # pickled without its empty hooks
@@ -159,7 +159,7 @@ class ContentRecord:
     def _note_dicts(self, values: list[Any]) -> None:
         self._sized += values
         self._shown += values
-        # Python shows keys that are not all strings among the parts.
+        # keys that are not all strings are already among the referents
         self._keyed += [each for each in values if STRINGS.issuperset(map(type, each))]
 
     def holds(self) -> bool:
@@ -167,7 +167,7 @@ class ContentRecord:
             return False
         try:
             now, before = self._held(), self._before
-        except Exception:  # raised by an object's own code; pickling it will raise it again
+        except Exception:  # an object's own code raised it; pickling will raise it again
             return False
         return (
             are_same_objects(now[0], before[0])
@@ -193,13 +193,13 @@ class ContentRecord:
 
 
 def facts_of_constant(value: Any) -> tuple[Any, ...] | None:
-    """Return what may change of a constant, whose elements cannot; None if they can by now."""
+    """Return the properties of a constant that may change, or None if it is no longer constant."""
     return (value.shape, value.dtype, value.strides) if is_constant(value) else None
 
 
 def are_same_objects(some: list[Any], others: list[Any]) -> bool:
-    """Whether two lists have the same objects, by the addresses that stand in their memory. It
-    takes a tenth of the time that `is` takes for each of them."""
+    """Whether two lists have the same objects, by the addresses in their memory. This takes a tenth
+    of the time of comparing the elements with `is`."""
     if len(some) != len(others):
         return False
     nbytes = len(some) * POINTER_BYTES
@@ -210,12 +210,12 @@ def are_same_objects(some: list[Any], others: list[Any]) -> bool:
 
 
 def parts_at(parts: list[Any]) -> int | None:
-    """Return the address of the list's memory, which stands behind its size."""
+    """Return the address of the list's memory, which is stored after its size."""
     return ctypes.c_void_p.from_address(id(parts) + tuple.__basicsize__).value
 
 
 class WholePickle(NamedTuple):
-    """A pickle with what was taken out of it."""
+    """A pickle with the tensors and buffers that were taken out of it."""
 
     pickled: bytes
     tensors: list[torch.Tensor]
@@ -233,21 +233,21 @@ def are_alike(one: WholePickle, other: WholePickle) -> bool:
 
 
 class KnownPickle:
-    """A pickle that is used again for as long as its objects hold what they held."""
+    """A pickle that is reused as long as its objects do not change."""
 
     def __init__(self, pickler: CallerPickler) -> None:
         self.pickler = pickler
         self._whole = whole_of(pickler)
-        self._came_alike = 0  # times that it was made again, with the same result
-        # the record, and whether it is known to belong to this pickle; replaced at once, because
-        # other threads may be here, too
+        self._came_alike = 0  # how often it was rebuilt with the same result
+        # The record, and whether it is known to belong to this pickle. Both are replaced together,
+        # because other threads may be here.
         self._kept: tuple[ContentRecord, bool] | None = None
 
     def renewed(self, make: Callable[[], CallerPickler]) -> CallerPickler:
-        """Return the pickler if its pickle is still true, and otherwise one that `make` gives.
+        """Return the pickler if its pickle is up to date, and otherwise a new one from `make`.
 
-        What changes often is worth no record. Another thread may write while an object is pickled.
-        So a record has to lie between two equal pickles.
+        Objects that change often are not worth a record. Another thread may write while an object
+        is being pickled. So a record must be made between two equal pickles.
         """
         record, is_sure = self._kept or (None, False)
         if is_sure and record is not None and record.holds():
@@ -283,9 +283,9 @@ def are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def shows_all(kind: type) -> bool:
-    """Whether what pickle takes of an object is what it refers to.
+    """Whether an object's pickle depends only on its referents.
 
-    Otherwise code of the class's own, or of the library that made it, says how it is pickled.
+    Otherwise code of its class, or of the library that made it, decides how it is pickled.
     """
     if kind in CONTAINERS:
         return True
@@ -313,7 +313,7 @@ def slot_value(member: types.MemberDescriptorType, value: Any) -> Any:
         return ABSENT
 
 
-# --- functions that have only what cannot change
+# --- functions with immutable contents only
 
 
 TENSORS = {torch.Tensor, torch.nn.Parameter}
@@ -323,8 +323,7 @@ MOST_KEPT = 128
 
 
 class ObjectNumber(NamedTuple):
-    """The place of a tensor, function, namespace or cell, which may be a different one next
-    time."""
+    """Represents a tensor, function, namespace or cell, which may be a different one next time."""
 
     kind: type
     number: int  # counts these objects in the order in which they are first met
@@ -334,7 +333,7 @@ Function = types.FunctionType | functools.partial[Any]
 
 
 class FunctionParts(NamedTuple):
-    """The parts of a function that a pickle contains, or of a partial function."""
+    """The parts of a function or partial function that a pickle contains."""
 
     code: object
     facts: tuple[object, ...]
@@ -347,8 +346,8 @@ COMPARED = {*SCALARS, str, ObjectNumber, tuple}
 class FunctionFingerprint:
     """Everything that the pickle of a function depends on.
 
-    This may be numbers, tensors, objects that libraries have, and functions that have only these.
-    Anything else that a function has could be changed unseen.
+    It consists of numbers, tensors, objects of libraries, and functions that have only these. Any
+    other object could be changed unseen.
     """
 
     def __init__(self) -> None:
@@ -363,11 +362,11 @@ class FunctionFingerprint:
 
     @classmethod
     def of(cls, function: Any) -> FunctionFingerprint | None:
-        """Return the fingerprint of `function`; None if the function has anything else."""
+        """Return the fingerprint of `function`, or None if the function has other objects."""
         fingerprint = cls()
         try:
             fingerprint.root = fingerprint._seen(function)
-            for each in fingerprint.functions:  # the list grows meanwhile
+            for each in fingerprint.functions:  # the list grows in this loop
                 fingerprint.parts.append(fingerprint._parts_of(each))
         except MutableStateError:
             return None
@@ -400,7 +399,11 @@ class FunctionFingerprint:
         return FunctionParts(function.__code__, facts, list(map(self._seen, values)))
 
     def _seen(self, value: Any) -> object:
-        """Return what represents a value in the fingerprint; raises `MutableStateError`."""
+        """Return the object that represents a value in the fingerprint.
+
+        Raises:
+            MutableStateError: the value could be changed unseen.
+        """
         kind = type(value)
         if kind is types.FunctionType:
             return self._function(value)
@@ -415,7 +418,7 @@ class FunctionFingerprint:
         return value
 
     def _function(self, value: types.FunctionType) -> object:
-        if value.__module__ != "__main__":  # functions of the main script never go by name
+        if value.__module__ != "__main__":  # functions of the main script are never sent by name
             wanted = name_of(value)
             if wanted is not None:
                 self.wanted[wanted] = None
@@ -433,7 +436,7 @@ class FunctionFingerprint:
         return self._places.setdefault(id(value), ObjectNumber(type(value), len(self._places)))
 
     def is_like(self, other: FunctionFingerprint) -> bool:
-        """Whether the pickles are the same, except for the identity of the tensors."""
+        """Whether the pickles are the same, apart from the identity of the tensors."""
         return (
             is_same(self.root, other.root)
             and len(self.parts) == len(other.parts)
@@ -441,7 +444,7 @@ class FunctionFingerprint:
         )
 
     def settle(self) -> bool:
-        """Release all tensors and functions. Returns False if a function finds names at run
+        """Release all tensors and functions. Return False if a function finds names at run
         time."""
         finds_names = any(
             looks_up(each) for each in self.functions if isinstance(each, types.FunctionType)
@@ -451,8 +454,8 @@ class FunctionFingerprint:
 
 
 def found_elsewhere(function: types.FunctionType) -> list[object]:
-    """Return what the function finds under its names outside its globals: in builtins, and as
-    accessors of pandas."""
+    """Return the objects that the function finds by name outside its globals: builtins and pandas
+    accessors."""
     known, contents = function.__globals__, vars(builtins)
     names = uses_in(function.__code__).names
     found = [contents.get(name, ABSENT) for name in names if name not in known]
@@ -460,7 +463,7 @@ def found_elsewhere(function: types.FunctionType) -> list[object]:
 
 
 class MutableStateError(Exception):
-    """A function has something that may be changed in place."""
+    """A function has an object that may be changed in place."""
 
 
 def have_same_parts(one: FunctionParts, other: FunctionParts) -> bool:
@@ -510,38 +513,38 @@ def is_same_dict(one: dict[str, Any], other: dict[str, Any] | None) -> bool:
 
 
 class KeptPickle(NamedTuple):
-    """A pickle, and the fingerprint of what it was made from."""
+    """A pickle, and the fingerprint of its function."""
 
     pickled: bytes
     wanted: list[WantedName]
     fingerprint: FunctionFingerprint
-    order: list[int]  # the tensors' order
-    modules: object  # that were loaded
+    order: list[int]  # of the tensors
+    modules: object  # see `loaded`
 
 
-# A function's code, or a function that is written in C. For a partial function, the type of partial
-# functions comes with it.
+# A function's code, or a function that is written in C. A partial function has a pair of the type
+# `functools.partial` and its function's key.
 Key = types.CodeType | types.BuiltinFunctionType | tuple[type, Any]
-# None if functions with this key have had mutable state.
+# None if functions with this key have had mutable state
 PICKLES: dict[Key, KeptPickle | None] = {}
 
 
 def key_of(function: Any) -> Key | None:
-    """Return the key of the function; None if no pickles of such functions are kept."""
+    """Return the key of the function, or None if pickles of such functions are not kept."""
     is_partial = type(function) is functools.partial
     called = function.func if is_partial else function
     key: Any = None
     if type(called) is types.FunctionType:
         key = called.__code__
     elif type(called) is types.BuiltinFunctionType and goes_by_itself(called):
-        # A bound method would keep its object alive.
+        # bound methods are excluded, because they would keep their objects alive
         key = called
     return (functools.partial, key) if is_partial and key is not None else key
 
 
 def kept_pickle(function: Any) -> tuple[KeptPickle | None, FunctionFingerprint | None]:
-    """Return the pickle of the function, if it is known, and its fingerprint, if a pickle may be
-    kept."""
+    """Return the function's pickle if it is known, and the function's fingerprint if a pickle may
+    be kept."""
     key = key_of(function)
     if key is None or (known := PICKLES.get(key, ABSENT)) is None:
         return None, None
@@ -561,10 +564,10 @@ def kept_pickle(function: Any) -> tuple[KeptPickle | None, FunctionFingerprint |
 def keep_pickle(
     function: Any, fingerprint: FunctionFingerprint, pickler: CallerPickler, pickled: bytes
 ) -> None:
-    """Keep a pickle, if the `fingerprint` from before pickling still holds.
+    """Keep a pickle, if the `fingerprint` from before pickling is still valid.
 
-    Other threads may have changed the function meanwhile, and changed it back. So the globals that
-    the pickler used are compared too.
+    Another thread may have changed the function during pickling, and then changed it back. So the
+    globals that the pickler used are also compared.
     """
     key, now = key_of(function), FunctionFingerprint.of(function)
     assert key is not None

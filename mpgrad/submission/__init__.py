@@ -1,11 +1,12 @@
-"""From a function, items and options to an operation under way, and to its results. Caller only:
-what is behind `Pool`.
+"""Starts operations from functions, items and options, and hands out their results. This package
+does the work of `Pool`'s public methods. It runs in the caller only.
 
-Imports `scheduling`, `engines` for what they can do, and what is below them; knows no pool.
+It imports `scheduling`, `engines` (only for their traits) and the packages below them, and does not
+import the pool.
 
-    submitter   what each public method asks for: run and wait, run meanwhile, iterate, one call,
-                reduce; calls, packed alone or in bundles, sent in windows
-    starting    an operation as it begins: what is called with what, captures, modes, seed
-    options     what the pool was made with, and what is asked of the calls of one operation
-    results     what the caller holds: AsyncResult, DifferentiableFuture, what imap returns
+    submitter   runs operations while the caller waits, in the background or as an iterator; runs
+                single calls and reductions; packs calls, and sends them in windows
+    starting    begins an operation: fixes its function, captures, modes and seed
+    options     the options of a pool, and of the calls of one operation
+    results     the results that the caller holds: AsyncResult, DifferentiableFuture, ResultIterator
 """

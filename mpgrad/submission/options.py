@@ -1,4 +1,5 @@
-"""Defines the options of a pool, and the options of the calls of one operation. Caller only.
+"""Defines the options of a pool, and the options of the calls of one operation. It runs in the
+caller only.
 
 Guarantees: an options object is valid and does not change. Only a pool knows whether it has a
     `device` and can keep a `timeout`, so this is checked when an operation begins.
@@ -118,7 +119,7 @@ class PoolOptions:
         """Whether backwards run together with their calls, once their gradients are predicted. This
         requires that a graph can be rebuilt.
 
-        If so, graphs are also dropped when memory runs low.
+        If True, graphs are also dropped when memory runs low.
         """
         return self.graphs == "auto" and self.traits.is_process and self.retries > 0
 
@@ -137,8 +138,8 @@ class PoolOptions:
         """Return the seconds that a call with this `timeout` may take; None for no limit.
 
         Raises:
-            ValueError, TypeError: it is out of range or not a number, or the engine cannot end a
-                call.
+            ValueError, TypeError: the timeout is out of range or not a number, or the engine cannot
+                end a call.
         """
         seconds = seconds_or_none("timeout", self.timeout if timeout is None else timeout)
         if seconds is None:
@@ -153,7 +154,7 @@ class PoolOptions:
         return seconds
 
     def settings(self) -> Settings:
-        """Return the settings that its workers start with."""
+        """Return the settings that the pool's workers start with."""
         is_process, codes = self.traits.is_process, self.device_codes
         graph_bytes = (
             None if self.graph_memory is None else bytes_of("graph_memory", self.graph_memory)
@@ -210,7 +211,7 @@ class PickledInitializer:
     """Holds an initializer and its arguments in the form in which workers receive them.
 
     Raises:
-        TypeError, pickle.PicklingError: it is not a function, or cannot be pickled.
+        TypeError, pickle.PicklingError: the initializer is not a function, or cannot be pickled.
     """
 
     def __init__(
@@ -223,7 +224,8 @@ class PickledInitializer:
             raise TypeError(
                 f"initializer must be a function or None (initializer: {initializer!r})"
             )
-        # Threads of this process call it as it is. A copy would set the globals of a copy.
+        # Threads of this process call the initializer itself. A pickled copy would set the globals
+        # of the copy.
         self.here = None if traits.is_process else HeldValue((initializer, initargs))
         try:
             self.bytes = (
@@ -255,10 +257,10 @@ def held(number: int) -> Any:
 
 
 def calls_of_a_worker(number: int) -> None:
-    """Raises ValueError."""
+    """Raise ValueError unless `number` is an integer of at least 1."""
     try:
         positive("maxtasksperchild", number)
-    except TypeError as error:  # multiprocessing.Pool says so of any type
+    except TypeError as error:  # multiprocessing.Pool raises ValueError for any type
         raise ValueError(*error.args) from None
 
 
@@ -269,18 +271,22 @@ def one_of(name: str, value: str, allowed: Sequence[str]) -> None:
 
 
 def true_or_false(name: str, value: object) -> None:
-    """Raise TypeError if the value is neither."""
+    """Raise TypeError if the value is neither True nor False."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False ({name}: {value!r})")
 
 
 def positive(name: str, number: object) -> int:
-    """Return `number` if it is at least 1; raise an error otherwise."""
+    """Return `number` if it is at least 1. Otherwise raise an error."""
     return at_least(name, number, 1)
 
 
 def at_least(name: str, number: object, least: int) -> int:
-    """Raise TypeError if `number` is not an integer, and ValueError if it is less than `least`."""
+    """Return `number`.
+
+    Raises:
+        TypeError, ValueError: `number` is not an integer, or is less than `least`.
+    """
     if isinstance(number, bool) or not isinstance(number, int):
         raise TypeError(f"{name} must be an integer ({name}: {number!r})")
     if number < least:

@@ -1,10 +1,11 @@
-"""Results that are asked for later: `multiprocessing.Pool`'s AsyncResult and iterators, and a
-differentiable future. Caller only.
+"""Results that the caller collects later: `multiprocessing.Pool`'s AsyncResult and iterators, and a
+differentiable future. This module runs in the caller only.
 
-All of them make tensors and autograd nodes in the thread that asks, never in the scheduling thread.
-The scheduling thread only sets the state of a future, for which it takes no lock (see
-`mpgrad.calls.futures`). Callbacks run elsewhere: see `mpgrad.callbacks.later`. The iterator of
-`imap` gives results one by one, and takes items from its source only as they are needed.
+All of them make tensors and autograd nodes in the thread that collects them, never in the
+scheduling thread. The scheduling thread only sets the state of a future, and takes no lock for this
+(see `mpgrad.calls.futures`). Callbacks run in another thread: see `mpgrad.callbacks.later`. The
+iterator of `imap` returns results one by one, and takes items from its source only as they are
+needed.
 """
 
 from __future__ import annotations
@@ -80,32 +81,32 @@ class AsyncResult(Listener, Generic[R]):
         self._lock = threading.RLock()
         self._value: Any = None
         self._fetched = False
-        self._is_collected = False  # somebody has asked for the result, or whether there is one
+        self._is_collected = False  # `get` or `successful` was called, or the value was made
         self._tells = callback is not None or error_callback is not None
         self._operation = begin(self)
         self._reporter = report(self._operation)
 
     @not_compiled
     def get(self, timeout: float | None = None) -> R:
-        """The result, the same object at every call.
+        """Wait for the result, and return it. Every call returns the same object.
 
         Args:
             timeout: the seconds after which only your wait ends. The calls go on.
 
         Raises:
-            multiprocessing.TimeoutError: it has not come within `timeout` seconds.
-            Exception: what the first failing call raised.
+            multiprocessing.TimeoutError: the result has not come within `timeout` seconds.
+            Exception: the exception of the first call that failed.
         """
         if not self._wait(timeout):
             raise multiprocessing.TimeoutError(not_yet("get", timeout))
         return self._take()
 
     def _take(self) -> R:
-        """The result, which has come."""
+        """Return the result, which has come."""
         self._collect()
         with self._lock:
             if not self._fetched:
-                # after an interrupt it can be asked for again
+                # After an interrupt the result can still be fetched.
                 self._value = self._fetch(self._operation)
                 self._fetched = True
             found: R = self._value
@@ -129,11 +130,11 @@ class AsyncResult(Listener, Generic[R]):
         return is_ready
 
     def ready(self) -> bool:
-        """Whether all calls have ended."""
+        """Return whether all calls have ended."""
         return self._operation.finished
 
     def successful(self) -> bool:
-        """Whether no call raised.
+        """Return whether no call raised.
 
         Raises:
             ValueError: the result is not ready.
@@ -144,7 +145,7 @@ class AsyncResult(Listener, Generic[R]):
         return self._operation.first_failure() is None
 
     def _on_finished(self) -> None:
-        """Has callbacks run; makes the value only for one."""
+        """Have callbacks run. Make the value only for a callback."""
         failed = self._operation.first_failure()
         if failed is None:
             if self._callback is not None:
@@ -153,12 +154,12 @@ class AsyncResult(Listener, Generic[R]):
             later(call_back, self._error_callback, failed.error)
         else:
             self._scheduler.uncollected.note(self._number, failed)
-            # before it was noted: whoever waits may be faster than this thread
+            # A waiting thread may have collected the result before the failure was noted.
             if self._is_collected:
                 self._collect()
 
     def _collect(self) -> None:
-        """Nobody else has to be told of a failure."""
+        """Note that the caller learns of a failure from this result, so it is not reported."""
         self._is_collected = True
         failed = self._operation.first_failure()
         if failed is not None:
@@ -166,24 +167,24 @@ class AsyncResult(Listener, Generic[R]):
 
 
 def call_back(callback: Callable[[Any], object], make: Callable[[], object]) -> None:
-    """Call it with what `make` gives."""
+    """Call `callback(make())`, and report its exceptions."""
     try:
         callback(make())
-    except BaseException:  # it is the caller's code in a thread of the pool, which has to go on
+    except BaseException:  # the caller's code must not end a thread of the pool
         report(logging.ERROR, "a callback of the pool raised", with_traceback=True)
 
 
 class TaskException(Exception):
-    """What `concurrent.futures` is told that a call raised. Nobody sees it: `DifferentiableFuture`
-    gives what it really was."""
+    """Stands for the exception of a call in `concurrent.futures`. Users do not see it, because
+    `DifferentiableFuture` raises the call's own exception."""
 
 
 class DifferentiableFuture(UnlockedFuture[R], DeferredValue, Listener):
-    """A `concurrent.futures.Future` whose result carries gradients, made in the thread that asks
-    for it.
+    """A `concurrent.futures.Future` with a differentiable result, which is made in the thread that
+    calls `result`.
 
-    It may stand, anywhere, among the arguments of further calls, which then begin as soon as it is
-    there.
+    You can pass the future to other calls, even inside a list or dict. They begin as soon as its
+    result is ready.
 
     Example:
         >>> import torch, mpgrad
@@ -206,7 +207,7 @@ class DifferentiableFuture(UnlockedFuture[R], DeferredValue, Listener):
 
     @not_compiled
     def result(self, timeout: float | None = None) -> R:
-        """As in `concurrent.futures`: the result of the call, or the exception that it raised.
+        """As in `concurrent.futures`, return the result of the call, or raise its exception.
 
         Args:
             timeout: the seconds after which only your wait ends. The call goes on.
@@ -219,7 +220,7 @@ class DifferentiableFuture(UnlockedFuture[R], DeferredValue, Listener):
 
     @without_own_frames
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """As in `concurrent.futures`: what the call raised, or None.
+        """As in `concurrent.futures`, return the exception that the call raised, or None.
 
         Args:
             timeout: the seconds after which only your wait ends. The call goes on.
@@ -235,19 +236,19 @@ class DifferentiableFuture(UnlockedFuture[R], DeferredValue, Listener):
 
     @not_compiled
     def _get_snapshot(self) -> tuple[bool, bool, R | None, BaseException | None]:
-        """What asyncio asks for from Python 3.15 on: whether it is done, and cancelled; its result;
-        its exception."""
+        """Return whether the future is done, whether it is cancelled, its result and its exception.
+        asyncio calls this from Python 3.15 on."""
         if not self.done() or self.cancelled():
             return self.done(), self.cancelled(), None, None
         error = self.exception()
         return True, False, self.result() if error is None else None, error
 
     def _await_failure(self, method: str, timeout: float | None) -> FailedResult | None:
-        """Wait, in that method, until it is done; what it failed with, or None.
+        """Wait until the future is done, and return its failure, or None. Errors name `method`.
 
         Raises:
-            concurrent.futures.TimeoutError: it is not done within `timeout` seconds.
-            concurrent.futures.CancelledError: it was cancelled.
+            concurrent.futures.TimeoutError: the future is not done within `timeout` seconds.
+            concurrent.futures.CancelledError: the future was cancelled.
         """
         timeout = seconds_or_none("timeout", timeout)
         callbacks = self._scheduler.callbacks
@@ -263,15 +264,15 @@ class DifferentiableFuture(UnlockedFuture[R], DeferredValue, Listener):
         return self._failed
 
     def cancel(self, force: bool = False) -> bool:
-        """Cancel the call, unless it runs or is done; calls that were given its result then fail.
+        """Cancel the call, unless it runs or is done. Calls that take this future then fail.
 
         Args:
-            force: also if it runs: its worker is killed, and what else that one had is done by
-                others; without retries, the graphs that it had are lost (engine "thread": the call
-                runs to its end, and nobody hears of it).
+            force: also cancel a call that runs, by killing its worker. Other workers take over the
+                worker's other calls; without retries, its graphs are lost. With engine "thread",
+                the call runs to its end, and its result is dropped.
 
         Returns:
-            Whether it is cancelled. With `force`: whether it was not done.
+            Whether the call is cancelled. With `force`: whether it was not yet done.
 
         Example:
             >>> import time, mpgrad
@@ -301,15 +302,15 @@ class DifferentiableFuture(UnlockedFuture[R], DeferredValue, Listener):
             raise
 
     def cancelled(self) -> bool:
-        """As in `concurrent.futures`; True also once `cancel(force=True)` or `cancel_after` has
-        ended the call."""
+        """As in `concurrent.futures`, return whether the call was cancelled. It is also True once
+        `cancel(force=True)` or `cancel_after` has ended the call."""
         return super().cancelled() or (self._failed is not None and self._failed.is_cancelled)
 
     def cancel_after(self, seconds: float) -> None:
-        """A deadline: cancel the call with `force`, unless it is done `seconds` from now.
+        """Set a deadline: unless the call is done `seconds` from now, cancel it with `force`.
 
         Raises:
-            TypeError, ValueError: `seconds` is no number, or negative.
+            TypeError, ValueError: `seconds` is not a number, or is negative.
 
         Example:
             >>> import time, mpgrad
@@ -324,11 +325,11 @@ class DifferentiableFuture(UnlockedFuture[R], DeferredValue, Listener):
         self._scheduler.kill_at(time.monotonic() + seconds, self._operation)
 
     def add_done_callback(self, fn: Callable[[concurrent.futures.Future[R]], object]) -> None:
-        """As in `concurrent.futures`: have `fn(future)` called when the future is done, or at once
-        where it is.
+        """As in `concurrent.futures`, call `fn(future)` when the future is done, or at once if it
+        already is.
 
-        It runs in a thread of the pool, after the callbacks of futures that were done before. It
-        may wait for other calls.
+        The callback runs in a thread of the pool, after the callbacks of futures that were done
+        earlier. It may wait for other calls.
 
         Example:
             >>> import queue, mpgrad
@@ -348,19 +349,20 @@ class DifferentiableFuture(UnlockedFuture[R], DeferredValue, Listener):
         return self._operation.take()
 
     def _on_finished(self) -> None:
-        """Has callbacks run; makes no value."""
+        """Have callbacks run. Make no value."""
         outcome = self._operation.outcomes[0]
         if not self._starts():
             return  # cancelled
         try:
             self._failed = failed = outcome if isinstance(outcome, FailedResult) else None
             if failed is None or failed.is_cancelled:
-                self._end(None)  # the value is made by who asks for it
+                self._end(None)  # `result` makes the value in the thread that calls it
             else:
                 self._scheduler.uncollected.note(self._number, failed)
-                self._end(TaskException())  # and so is the exception
+                self._end(TaskException())  # `result` also makes the call's own exception
         except BaseException:
-            # a callback of the caller; an Exception of it is taken before
+            # A callback of the caller raised KeyboardInterrupt or the like. An Exception is caught
+            # before.
             report(logging.ERROR, "a callback of a future raised", with_traceback=True)
 
 
@@ -368,12 +370,12 @@ class DifferentiableFuture(UnlockedFuture[R], DeferredValue, Listener):
 
 
 class LateError(multiprocessing.TimeoutError):
-    """A result has not come in time. A task may raise the other kind."""
+    """A result has not come in time. A task may itself raise `multiprocessing.TimeoutError`."""
 
 
 class ResultIterator(Listener, Generic[R]):
-    """The results of `Pool.imap` or `Pool.imap_unordered`; takes items from their source only as
-    far as it needs them.
+    """The results of `Pool.imap` or `Pool.imap_unordered`. The iterator takes items from their
+    source only as it needs them.
 
     Example:
         >>> import mpgrad
@@ -383,7 +385,9 @@ class ResultIterator(Listener, Generic[R]):
         (1, [2])
     """
 
-    _is_told = False  # the operation would keep it, and nobody would cancel the rest
+    # If it were notified of results, the operation would keep it alive, and would never be
+    # cancelled.
+    _is_told = False
 
     def __init__(
         self,
@@ -395,7 +399,7 @@ class ResultIterator(Listener, Generic[R]):
         report: Callable[[Operation], Reporter | None],
         step: int = 1,
     ) -> None:
-        """`step`: how many items are taken at a time, once the window is full."""
+        """Take `step` items at a time once the window is full."""
         self._scheduler = scheduler
         self._window = window
         self._step = step
@@ -415,17 +419,17 @@ class ResultIterator(Listener, Generic[R]):
 
     @not_compiled
     def next(self, timeout: float | None = None) -> R:
-        """The next result.
+        """Wait for the next result, and return it.
 
         Args:
             timeout: the seconds after which only your wait ends. The call goes on.
 
         Raises:
-            StopIteration: all results have been given.
-            multiprocessing.TimeoutError: it has not come within `timeout` seconds; it can be asked
-                for again.
-            Exception: what the call raised, or what the source of the items raised; later results
-                can still be asked for.
+            StopIteration: all results have been returned.
+            multiprocessing.TimeoutError: the result has not come within `timeout` seconds. You can
+                call `next` again for the same result.
+            Exception: the exception of the call, or of the source of the items. You can call `next`
+                again for later results.
         """
         timeout = seconds_or_none("timeout", timeout)
         # several threads may share the iterator
@@ -453,7 +457,7 @@ class ResultIterator(Listener, Generic[R]):
                     f"{name} raised StopIteration, which would have ended the results"
                 ) from error
             finally:
-                # unless there was an interrupt: then it can be asked for again
+                # After an interrupt, the outcome is still stored, and `next` may return it later.
                 if index not in self._operation.outcomes:
                     self._next += 1
                     if not self._ordered:
@@ -462,8 +466,8 @@ class ResultIterator(Listener, Generic[R]):
     __next__ = next
 
     def _is_there(self) -> bool:
-        """The next result, or that it never will be: its call may have been added after all were
-        cancelled."""
+        """Whether the next result has come, or never will. Its call may have been added after all
+        calls were cancelled."""
         return self._has_come() or self._operation.limit == 0
 
     def _has_come(self) -> bool:
@@ -476,21 +480,21 @@ class ResultIterator(Listener, Generic[R]):
         raise StopIteration if error is None else error
 
     def _fill(self, asked: int = 0) -> None:
-        """Add calls until the window is full or the source is empty. `asked`: results that are
-        about to be given."""
+        """Add calls until the window is full or the source is empty. `asked` results are about to
+        be returned."""
         try:
-            # of a step that has begun, all is as good as given
+            # All results of a step that has begun count as returned.
             steps_given = math.ceil((self._next + asked) / self._step)
             self._add_some(steps_given * self._step)
-        except BaseException:  # as in `next`; the source's own exceptions do not come here
+        except BaseException:  # as in `next`; exceptions of the source are caught before
             self._operation.note_interrupt(self._scheduler.cancel_with_grace)
             raise
 
     def _add_some(self, given: int) -> None:
-        """Have as many calls under way as the window allows; an error of their source is kept until
-        its turn."""
+        """Add as many calls as the window allows. If their source raises an error, keep it until
+        the results before it have been returned."""
         before = self._operation.added, self._operation.sealed
-        window_size = 1  # the workers begin with the first; the source may be slow
+        window_size = 1  # the workers begin with the first call, because the source may be slow
         while not self._operation.sealed and self._operation.added - given < self._window:
             try:
                 self._operation.add(next(self._calls)())
@@ -506,8 +510,8 @@ class ResultIterator(Listener, Generic[R]):
             self._scheduler.admit(self._operation)
 
     def _cancel_rest(self) -> None:
-        """What has not begun will not; `next` raises `CancelledError` for it. After an interrupt
-        there is no `next`."""
+        """Cancel the calls that have not begun. For these, `next` raises `CancelledError`. After an
+        interrupt, `next` is not called again."""
         if self._operation.was_interrupted:
             self._scheduler.cancel_with_grace(self._operation)
             return
@@ -517,20 +521,20 @@ class ResultIterator(Listener, Generic[R]):
 
 
 def dropped(scheduler: Scheduler, operation: Operation, window: float) -> None:
-    """Nobody holds the iterator any more."""
-    # with a window without end, all is asked for, whether anybody looks at it or not
+    """Cancel the operation of an iterator that is gone."""
+    # If the window is infinite, all calls run even if nobody reads their results.
     if not operation.sealed or (window < math.inf and not operation.finished):
         scheduler.cancel(operation)
 
 
-MOST_SHOWN = 10**1000  # Python refuses to write integers of more than some thousand digits
+MOST_SHOWN = 10**1000  # Python refuses to write integers of more than a few thousand digits
 
 
 # --- seconds as the caller gives them
 
 
 def not_yet(method: str, timeout: float | None) -> str:
-    """Return the message of an error."""
+    """Return the message of the error that `method` raises."""
     return (
         f"no result within the timeout of {method} ({timeout} s); the call goes on, and you can "
         "wait again. To end a call that takes long, give the pool, the map or apply_async a timeout"
@@ -538,16 +542,16 @@ def not_yet(method: str, timeout: float | None) -> str:
 
 
 def seconds_or_none(name: str, given: object) -> float | None:
-    """As `seconds_given`, where the argument may be None."""
+    """Do as `seconds_given`, but accept None."""
     return None if given is None else seconds_given(name, given, "a number of seconds, or None")
 
 
 def seconds_given(name: str, given: Any, expected: str = "a number of seconds") -> float:
-    """`given` as a float.
+    """Return `given` as a float.
 
     Raises:
-        TypeError, ValueError: it is no number, or none that a float can hold; names the argument
-            and its value.
+        TypeError, ValueError: `given` is not a number, or a float cannot hold it. The message names
+            the argument and its value.
     """
     if isinstance(given, bool) or not isinstance(given, numbers.Real):
         raise TypeError(f"{name} must be {expected} ({name}: {given!r})")
@@ -560,7 +564,7 @@ def seconds_given(name: str, given: Any, expected: str = "a number of seconds") 
             else given
         )
         raise ValueError(
-            f"{name} must be {expected}; if it is to have no end, take math.inf ({name}: {shown})"
+            f"{name} must be {expected}; for no limit, use math.inf ({name}: {shown})"
         ) from None
     if math.isnan(seconds):
         raise ValueError(f"{name} must be {expected} ({name}: nan)")

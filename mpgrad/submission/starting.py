@@ -1,7 +1,9 @@
-"""The start of an operation. A `Source` gives the arguments of its calls. The function is checked
-and pickled, captures are packed, and modes and a seed are fixed. Caller only.
+"""The start of an operation. A `Source` holds the arguments of its calls. The function is checked
+and pickled, captures are packed, and modes and a seed are fixed. This module runs in the caller
+only.
 
-    refuse what cannot run ─► pickle the function ─► seed ─► captures packed, modes ─► an operation
+    refuse what cannot run ─► pickle the function ─► draw a seed ─► pack captures, read modes
+        ─► an operation
 Guarantees: an operation that is refused has drawn no random number of the caller's.
 """
 
@@ -62,7 +64,7 @@ OF_OTHERS = {"timeout", "device"}
 
 
 class Starter:
-    """Begins the operations of a pool, as the pool's options say."""
+    """Begins the operations of a pool, with the pool's options."""
 
     def __init__(self, options: PoolOptions, scheduler: Scheduler) -> None:
         self._options = options
@@ -71,7 +73,7 @@ class Starter:
         self._recent = RecentFunctions()
         self._last_lone: SharedFunction | None = None
 
-    # long because: a name for each thing that operations differ in
+    # long because: it names each thing in which operations differ
     def begin(
         self,
         function: Callable[..., Any],
@@ -87,22 +89,22 @@ class Starter:
         at_rest: bool = False,
         kind: type[Operation] = Operation,
     ) -> Operation:
-        """An operation without calls.
+        """Return an operation without calls.
 
         Args:
-            listener: who is told of what comes of it.
+            listener: the object that is notified of outcomes.
             like: the arguments of some of the calls.
             items: see `Source`.
-            modes: other ones than the caller's, and no random numbers.
-            one_by_one: its results are fetched so, and differentiated.
+            modes: modes in place of the caller's; no random numbers are drawn then.
+            one_by_one: results are fetched and differentiated one by one.
 
         Raises:
             TypeError, ValueError, pickle.PicklingError: the function cannot be sent, or the pool
-                cannot do what is asked.
-            PoolClosedError: after `close` or `terminate`.
+                does not support an option.
+            PoolClosedError: the pool was closed or terminated.
             RuntimeError: PyTorch is tracing.
         """
-        # ours are around the caller's
+        # mpgrad's own functions wrap the caller's, and have no name for users
         name = "" if type(function).__module__.startswith("mpgrad.") else name_of(function)
         self.check_modes()
         function = under_global_hooks(under_hooks(callable_of(function)))
@@ -112,7 +114,7 @@ class Starter:
         with scheduler.tracer.span("pickles", name), outside_transforms():
             request = requested(options.device, pool.device_codes)
             pickled = pickled_function(function, scheduler.packer.kind, like, self._recent)
-            seed = self.draw_seed() if modes is None else None  # now nothing is refused any more
+            seed = self.draw_seed() if modes is None else None  # nothing is refused from here on
             modes = modes or current_modes(scheduler.packer.kind)
             streams = (
                 items if isinstance(items, ItemStreams) else ItemStreams(items, pickled.captures)
@@ -156,14 +158,14 @@ class Starter:
     def _shared(
         self, pickled: PickledFunction, names: CallNames, request: Request | None, *, is_lone: bool
     ) -> SharedFunction:
-        """The function for an operation. Lone calls in a row share one that has only its pickle:
-        workers are told of it once, and see for each call that it is as it was."""
+        """Return the shared function of an operation. Successive single calls reuse one, if it
+        consists of a pickle only. So workers get it once, and see that it has not changed."""
         scheduler = self._scheduler
         is_lone = is_lone and not (
             pickled.captures or pickled.state or request or scheduler.settings.in_caller
         )
-        last = self._last_lone  # read once: another thread may submit, too
-        # The same object: a pickle is only kept of what cannot change unseen.
+        last = self._last_lone  # read once, because another thread may submit too
+        # It must be the same bytes object. Pickles are kept only if no change can go unnoticed.
         if is_lone and last is not None and last.pickled is pickled.pickled and last.names == names:
             return last
         shared = SharedFunction(
@@ -174,10 +176,11 @@ class Starter:
         return shared
 
     def _eager(self, pickled: bytes, modes: Modes, one_by_one: bool) -> EagerOptions | None:
-        """How backwards of losses are run with their calls; None where nobody knows what gradient
-        they will get.
+        """Return how backwards of losses run with their calls, or None if the gradient of the
+        losses is unknown.
 
-        Where the caller's backward would run under other modes than the calls, it is another one.
+        It is also None if the caller's backward would run under other modes than the calls, and so
+        would differ.
         """
         if modes.autocast or modes.anomaly or modes.inference or modes.device:
             return None
@@ -192,27 +195,27 @@ class Starter:
         return EagerOptions(predicted.gradient, keeps=not predicted.is_confirmed, apart=apart)
 
     def check_modes(self) -> None:
-        """
+        """Refuse modes that calls cannot run under.
+
         Raises:
-            RuntimeError: PyTorch records what is called, or the caller is in a mode that no call
-                can be in.
+            RuntimeError: PyTorch is tracing, or the caller is in a mode that calls do not support.
         """
         check_untraced()
         self._scheduler.mode_check.look()
 
     def draw_seed(self) -> int | None:
-        """A number of the caller's generator, where workers have generators that it can be given
-        to."""
+        """Draw a number from the caller's generator, or return None if workers have no generators
+        of their own."""
         return draw_seed() if self._draws else None
 
 
 def name_of(function: object) -> str:
-    """As people call it."""
+    """Return the name of the function, as errors show it."""
     if isinstance(function, functools.partial):
         return name_of(function.func)
-    if isinstance(function, types.BuiltinFunctionType):  # of a class that PyTorch hides
+    if isinstance(function, types.BuiltinFunctionType):  # its class may be hidden by PyTorch
         return function.__name__
-    # inherited, perhaps
+    # The method may be inherited, so its class comes from the method itself.
     if isinstance(function, types.MethodType) and isinstance(function.__self__, type):
         return f"{name_of(function.__self__)}.{function.__name__}"
     return str(getattr(function, "__qualname__", type(function).__qualname__)).rpartition(
@@ -221,34 +224,35 @@ def name_of(function: object) -> str:
 
 
 def check_untraced() -> None:
-    """Raises RuntimeError while PyTorch records what is called."""
+    """Raise RuntimeError if PyTorch is tracing."""
     if (by := tracer()) is not None:
         raise RuntimeError(
-            f"a pool call cannot be traced, its result would be taken for a constant (by: {by})"
+            f"a pool call cannot be traced, its result would become a constant (by: {by})"
         )
 
 
-# --- what a function is to be called with
+# --- the arguments of calls
 
 
-FIRST_LOOKED_AT = 4  # calls, for the classes of the user's modules that they bring
+# calls that are searched for classes of the user's modules
+FIRST_LOOKED_AT = 4
 ITERATORS: tuple[type, ...] = type(iter([])), type(iter(())), type(iter(range(0)))
 AT_REST = list, tuple, range, dict, set, frozenset, torch.Tensor, *ITERATORS
 
 
 class Source(NamedTuple):
-    """The calls of an operation, as the user gave them; taken from once."""
+    """The calls of an operation, as the user gave them. They are iterated over once."""
 
     calls: Iterable[Arguments]
-    total: int | None  # how many, where that is known beforehand
-    at_rest: bool  # they are all there: no code of the caller's runs between two of them
+    total: int | None  # the number of calls, if it is known beforehand
+    at_rest: bool  # all calls exist, so none of the caller's code runs between two of them
     noun: str = "item"  # see `CallNames`
-    # what each call is given, where it can be looked at beforehand
+    # the arguments of each call, if they can be read beforehand
     items: Iterable[Any] | ItemStreams | None = None
 
     @classmethod
     def of_items(cls, items: Iterable[Any]) -> Source:
-        """Each item is the argument of a call."""
+        """Make each item the argument of a call."""
         each = iterator("the items", items)
         return cls(
             (((item,), {}) for item in each),
@@ -259,8 +263,7 @@ class Source(NamedTuple):
 
     @classmethod
     def of_iterables(cls, first: Iterable[Any], *others: Iterable[Any]) -> Source:
-        """An item of each iterable is an argument of a call. The shortest iterable ends the
-        calls."""
+        """Make a call of one item from each iterable. The calls end with the shortest iterable."""
         if not others:
             return cls.of_items(first)
         columns = Columns(first, *others)
@@ -271,14 +274,14 @@ class Source(NamedTuple):
 
     @classmethod
     def of_arguments(cls, arguments: Iterable[Iterable[Any]]) -> Source:
-        """Each element has the arguments of a call."""
+        """Make each element the arguments of a call."""
         each = iterator("the items", arguments)
         calls: Iterable[Arguments] = ((arguments_of(item), {}) for item in each)
         return cls(calls, length(arguments), are_at_rest(arguments), items=seen_again(arguments))
 
     @classmethod
     def of_one(cls, args: Iterable[Any], kwds: Mapping[str, Any] | None) -> Source:
-        """The arguments of the only call."""
+        """Make a single call with these arguments."""
         if kwds is not None and not isinstance(kwds, dict):
             if not isinstance(kwds, Mapping):
                 raise TypeError(f"kwds must be a mapping (kwds: {kwds!r})")
@@ -299,7 +302,7 @@ def refuse_options(function: Callable[..., Any], given: Mapping[str, Any]) -> No
                 f"({name}: {given[name]!r}); use apply_async(function, args, {name}=...)"
                 f"{', or cancel_after of the future' if name == 'timeout' else ''}"
             ) from None
-        except ValueError:  # written in C, and has no signature
+        except ValueError:  # a C function may have no signature
             pass
 
 
@@ -314,7 +317,7 @@ class Columns:
 
 
 def options_behind(*names: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Let a method of several iterables take these options by position, as multiprocessing does."""
+    """Let a method of several iterables take these options by position, as in multiprocessing."""
 
     def decorated(method: Callable[..., T]) -> Callable[..., T]:
         @functools.wraps(method)
@@ -340,8 +343,11 @@ def options_behind(*names: str) -> Callable[[Callable[..., T]], Callable[..., T]
 
 
 def iterator(what: str, given: Iterable[Any]) -> Iterator[Any]:
-    """Raises TypeError where there is none; of the mistake that swapped arguments are, says what is
-    meant."""
+    """Return `iter(given)`.
+
+    Raises:
+        TypeError: `given` is not iterable. If it is a function, the message names the right order.
+    """
     try:
         return iter(given)
     except TypeError as error:
@@ -358,15 +364,15 @@ def arguments_of(item: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def is_at_rest(iterable: Iterable[Any]) -> bool:
-    """Whether all items are there. Code of the caller that makes them one by one may write to one
-    that it gave."""
+    """Return whether all items exist. If the caller's code makes them one by one, it may write to
+    an item that it has already given."""
     if type(iterable) is zip:
         return all(map(is_at_rest, iterable.__reduce__()[1]))
     return type(iterable) in AT_REST
 
 
 def are_at_rest(arguments: Iterable[Iterable[Any]]) -> bool:
-    """Whether all calls are there, with all arguments of each."""
+    """Return whether all calls and their arguments exist."""
     if type(arguments) is zip:
         return is_at_rest(arguments)
     each = seen_again(arguments)
@@ -374,12 +380,12 @@ def are_at_rest(arguments: Iterable[Iterable[Any]]) -> bool:
 
 
 def seen_again(items: Iterable[Any]) -> Iterable[Any] | None:
-    """The items, if they can be gone through now and once more later."""
+    """Return the items if they can be iterated over now and again later, or else None."""
     return items if is_at_rest(items) and not isinstance(items, Iterator) else None
 
 
 def length(iterable: Iterable[Any]) -> int | None:
-    """None where it cannot be known without taking the items."""
+    """Return the length, or None if only iteration would tell."""
     try:
         return len(iterable)  # type: ignore[arg-type]
     except TypeError:
@@ -387,8 +393,8 @@ def length(iterable: Iterable[Any]) -> int | None:
 
 
 def first_of(source: Source) -> tuple[Sequence[Arguments], Iterable[Arguments]]:
-    """What the first few calls are given, if that is not plain tensors alone; and all calls. Only
-    of those that are at rest."""
+    """Return the first few calls whose arguments are not just plain tensors, and all calls. The
+    first is empty unless the source is at rest."""
     if not source.at_rest:
         return (), source.calls
     calls = iter(source.calls)
@@ -398,8 +404,8 @@ def first_of(source: Source) -> tuple[Sequence[Arguments], Iterable[Arguments]]:
 
 
 def callable_of(function: object) -> Callable[..., Any]:
-    """`function` itself, or the `apply` of an `autograd.Function`; a context of PyTorch's own
-    serves it in the worker."""
+    """Return `function` itself, or the `apply` of an `autograd.Function`. In the worker, PyTorch
+    gives `apply` its usual context."""
     if isinstance(function, type) and issubclass(function, torch.autograd.Function):
         apply: Callable[..., Any] = function.apply
         return apply

@@ -1,24 +1,25 @@
-"""What the public methods of a pool ask for: an operation that runs while the caller waits, in the
-background, or as far as the caller asks. Caller only.
+"""The work of a pool's public methods: to run an operation while the caller waits, in the
+background, or as far as the caller needs its results. This module runs in the caller only.
 
     function, source, options ──► starting.py ──► Feeder ──► wait, or hand out an AsyncResult,
                                                              an iterator, a future
     Feeder: calls ──► alone, or in bundles once they are known to be cheap
         ──► `scheduler.admit`, window by window
-A reduction is several operations, one after another. `tasks/wrappers.py` has their functions:
+A reduction is several operations, one after another. Their functions are in `tasks/wrappers.py`:
 
-    [1] blocks of items: a fold each, side by side ──► accumulators
-        ──► [2] one fold of these for each target
-Every call is sent, so the effects of a call never depend on how long it takes. Nobody knows
-beforehand whether sending pays. But workers report how long the calls of a map took by themselves,
-and the sum of these times is what a loop would take. If maps of a function take much longer, the
-user is told once, with a remedy (`CheapCalls`).
+    [1] blocks of items, folded in parallel ──► accumulators
+        ──► [2] one fold of the accumulators for each target
+Every call is sent, so the effects of a call never depend on how long it takes. Whether sending pays
+is not known beforehand. But workers report how long the calls of a map took by themselves, and a
+loop would take the sum of these times. If maps of a function take much longer, a warning reports
+it once, and names a remedy (`CheapCalls`).
 
-The collector of cycles is held off while an operation makes its many small objects.
+The collector of cycles pauses while an operation makes its many small objects.
 Guarantees: if the caller is interrupted while it waits, the operation is cancelled with grace. An
     operation gets all its calls and is sealed, or it is cancelled. After a call has failed it gets
-    no more calls. Values that the caller's code may change are copied before that code runs on: as
-    soon as they are packed, or never if the caller waits for the results and all items are at rest.
+    no more calls. Values that the caller's code may change are copied when they are packed, before
+    that code runs on. They are not copied if the caller waits for the results and all items are at
+    rest.
 Assumes: one thread feeds an operation.
 """
 
@@ -74,21 +75,20 @@ __all__ = [
     "mapped_and_folded",
 ]
 
-# items that are taken ahead of what was asked for, where nobody says how many
+# items per worker that `imap` takes ahead of the results, unless the caller sets a window
 WINDOW_PER_WORKER = 16
 AS_USUAL = CallOptions()
 
 
 class Submitter:
-    """All operations of a pool begin here; whoever may begin more keeps it, and with it the
-    workers."""
+    """Begins all operations of a pool. The workers live at least as long as this object."""
 
     def __init__(self, options: PoolOptions, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._may_bundle = options.may_bundle
         self.starter = Starter(options, scheduler)
         self.feeder = Feeder(scheduler)
-        # not on devices, whose kernels go on after the call
+        # Devices are not measured, because kernels go on after the call.
         is_measured = not options.traits.in_caller and options.device_codes is None
         self.cheap_calls = CheapCalls(scheduler) if is_measured else None
 
@@ -108,10 +108,10 @@ class Submitter:
         shared: Shared | None = None,
         modes: Modes | None = None,
     ) -> list[Any]:
-        """All results.
+        """Run the operation, and return all results.
 
-        `shared`: for tensors that calls have in common. `modes`: for what no transform is to follow
-        any more, and draws no random numbers.
+        `shared` remembers the tensors that calls have in common. `modes` are set if no transform
+        may follow the calls any more; such calls draw no random numbers.
         """
         started = time.perf_counter()
         if modes is None and may_be_followed():
@@ -172,8 +172,8 @@ class Submitter:
         return results
 
     def _unfollowed(self, options: CallOptions, noun: str) -> Run:
-        """What runs maps and their derivatives for a transform. The transform's graph keeps it, and
-        so the pool's workers."""
+        """Return the function that runs maps and their derivatives for a transform. The transform's
+        graph refers to it, and so keeps the pool's workers alive."""
 
         def run(function: Callable[..., Any], calls: list[Arguments], *, modes: Modes) -> list[Any]:
             return self.run(
@@ -186,7 +186,7 @@ class Submitter:
         return run
 
     def _to_bundle(self, source: Source, options: CallOptions) -> int | None:
-        """How many calls there are, of which some may go together; None where each goes by
+        """Return the number of calls if some of them may be bundled, or None if each is sent by
         itself."""
         if not (self._may_bundle and source.at_rest and options.may_bundle):
             return None
@@ -205,7 +205,7 @@ class Submitter:
         error_callback: Callable[[BaseException], object] | None,
         fetch: Callable[[Operation], Any] = Operation.values,
     ) -> AsyncResult[Any]:
-        """All results, later; or what `fetch` makes of them."""
+        """Start the operation, and return its `AsyncResult`, whose value `fetch` makes."""
         like, calls = first_of(source)
         begin = functools.partial(
             self.starter.begin,
@@ -219,7 +219,7 @@ class Submitter:
         report = self._reporting(options.progress, source.total)
         result = AsyncResult(self._scheduler, begin, fetch, callback, error_callback, report)
         total = self._to_bundle(source, options)
-        # a generator may take long
+        # The collector is not held if a generator makes the items, because that may take long.
         with contextlib.nullcontext() if total is None else collector_held():
             self.feeder.feed(result._operation, calls, waits=False, total=total)
         return result
@@ -233,9 +233,9 @@ class Submitter:
         ordered: bool = True,
         window: float | None = None,
     ) -> ResultIterator[Any]:
-        """Results as they are asked for.
+        """Return an iterator over the results.
 
-        `window`: how many items are taken ahead of them, a chunk at a time.
+        It takes up to `window` items ahead of the results, a chunk at a time.
         """
         begin = functools.partial(
             self.starter.begin,
@@ -255,19 +255,19 @@ class Submitter:
     def _reporting(
         self, progress: Progress, total: int | None
     ) -> Callable[[Operation], Reporter | None]:
-        """What shows how far an operation has come, until it has ended."""
+        """Return a function that makes the progress reporter of an operation."""
         return lambda operation: reporter_of(
             self._scheduler.callbacks, progress, standing_of(operation, total)
         )
 
     def submit(self, function: Callable[..., Any], call: Arguments) -> DifferentiableFuture[Any]:
-        """One call, whose result others may be given."""
+        """Start one call, and return its future, which may be passed to other calls."""
         future = self._begin_submitted(function, [call])
         self.feeder.feed_one(future._operation, call)
         return future
 
     def failed_call(self, error: BaseException) -> DifferentiableFuture[Any]:
-        """The future of a call that could not be sent."""
+        """Return the future of a call that could not be sent."""
         check_untraced()
         future = self._begin_submitted(abs, (), current_modes())
         operation = future._operation
@@ -293,10 +293,11 @@ class Submitter:
 
 
 def standing_of(operation: Operation, total: int | None) -> Callable[[], ProgressState]:
-    """How far it has come; `total`: of how many calls, if that is known."""
+    """Return a function that returns the operation's progress. `total` is the number of its calls,
+    if it is known."""
 
     def look() -> ProgressState:
-        # a failure ends the packing, too
+        # A failure also ends the packing.
         all_there = operation.added if total is None and operation.finished else total
         return ProgressState(operation.items_delivered, all_there, operation.finished)
 
@@ -314,7 +315,7 @@ def folded_into(
     associative: bool,
     progress: Progress,
 ) -> list[Any]:
-    """Each target, with all items folded into it; see `Pool.reduce`."""
+    """Return each target with all items folded into it; see `Pool.reduce`."""
     reduction = reduction_named(fn)
     if isinstance(reduction, FunctionReduction) and not associative:
         fold: Callable[..., Any] = Fold(reduction)
@@ -334,10 +335,11 @@ def mapped_and_folded(
     init: Any,
     progress: Progress,
 ) -> Any:
-    """The mapped items, folded into `init` where there is one; see `Pool.map_reduce`."""
+    """Return the mapped items folded together, starting with `init` if it is given; see
+    `Pool.map_reduce`."""
     reduction = reduction_named(reduce_fn)
     if not items and init is None:
-        raise TypeError("map_reduce of no items needs a first value (init: None)")
+        raise TypeError("map_reduce of no items needs an initial value (init: None)")
     accumulators = accumulated(
         submitter, FoldedBlock(reduction, callable_of(map_fn)), items, progress
     )
@@ -348,7 +350,7 @@ def mapped_and_folded(
 def accumulated(
     submitter: Submitter, block: FoldedBlock, items: Sequence[Any], progress: Progress
 ) -> list[Any]:
-    """[1]"""
+    """Fold each block of items, and return the accumulators: step [1]."""
     calls: list[Arguments] = [((each,), {}) for each in blocks_of(items)]
     source = Source(calls, len(calls), at_rest=True, noun="block", items=calls)
     return submitter.run(block, source, CallOptions(chunksize=1, progress=progress))
@@ -360,7 +362,8 @@ def run_targets(
     calls: list[Arguments],
     progress: Progress = False,
 ) -> list[Any]:
-    """[2] The calls have tensors in common, which are packed once."""
+    """Fold the accumulators for each target: step [2]. Tensors that the calls have in common are
+    packed once."""
     source = Source(calls, len(calls), at_rest=True, noun="target", items=calls)
     return submitter.run(fold, source, CallOptions(chunksize=1, progress=progress), shared={})
 
@@ -369,29 +372,34 @@ def run_targets(
 
 
 MUCH = 1.5  # times as long as the calls by themselves
-MAPS = 3  # in a row: one may be slow because of what else the machine does
+# slow maps in a row before the warning; a single map may be slow because the machine is busy
+MAPS = 3
+# seconds; if calls take longer on average, the machine is busy, or a function is hard to look at
+CHEAP = 5e-3
 MOST_FUNCTIONS = 128
 
-# hashes of the pickles of the functions that this process has been told of
+# hashes of the pickles of the functions that this process has warned about
 TOLD: dict[int, object] = {}
 
 
 class CheapCalls:
-    """The functions of a pool whose last maps took much longer than their calls."""
+    """Warns about functions of a pool whose last maps took much longer than their calls."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._receiver = scheduler.receiver
-        # seconds of maps, of their calls, and of looking at the function, by hash of the pickle
+        # seconds of maps, of their calls, and of checking the function, by hash of the pickle
         self._slow: dict[int, list[tuple[float, float, float]]] = {}
 
     def note(
         self, function: Callable[..., Any], operation: Operation, seconds: float, answers: int
     ) -> None:
-        """A map of the function took so many seconds.
+        """Note that a map of the function took `seconds`.
 
-        Assumes: the comparison is fair: all its items were there when it began, and somebody waited
-        for it. `answers`: how many the pool had when it began. If there are more now than those of
-        this map, workers did something else as well, and the map may have waited for that.
+        The pool had received `answers` answers when the map began. If it has now received more than
+        this map's, workers also did something else, and the map may have waited for that.
+
+        Assumes: the comparison is fair, because all items existed when the map began, and the
+        caller waited for it.
         """
         shared = operation.options.function
         if (
@@ -403,7 +411,8 @@ class CheapCalls:
         key = hash(shared.pickled)
         if key in TOLD:
             return
-        if seconds <= MUCH * operation.own_seconds:
+        is_cheap = operation.own_seconds <= CHEAP * operation.items or shared.seconds > seconds / 4
+        if seconds <= MUCH * operation.own_seconds or not is_cheap:
             self._slow.pop(key, None)
             return
         maps = self._slow.setdefault(key, [])
@@ -446,8 +455,8 @@ def place_of(function: Callable[..., Any]) -> str:
 
 
 class Feeder:
-    """Packs calls into operations, so many at a time as suits what they cost and how many workers
-    there are."""
+    """Packs calls into operations. How many it packs at a time depends on their cost and on the
+    number of workers."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -461,13 +470,13 @@ class Feeder:
         shared: Shared | None = None,
         total: int | None = None,
     ) -> None:
-        """Pack the calls, and let the workers begin with the first ones meanwhile.
+        """Pack the calls, and let the workers begin with the first ones before all are packed.
 
-        `waits`: the caller does, for all results. `total`: of how many calls these are, where cheap
-        ones may go in bundles.
+        `waits` is true if the caller waits for all results. `total` is the number of calls if cheap
+        ones may be bundled.
 
-        Former results among the arguments are read where they lie, if no code of the caller's runs
-        until then: it could change them in place.
+        Arguments that are earlier results are not copied if none of the caller's code runs until
+        they are read. Such code could change them in place.
         """
         scheduler = self._scheduler
         is_still = waits and operation.options.at_rest
@@ -486,7 +495,7 @@ class Feeder:
                             0,
                             packer.bytes_copied,
                         )
-                    # what comes behind is not even taken from its source, as in a loop
+                    # As in a loop, later items are not even taken from their source.
                     if operation.has_failed:
                         break
                 operation.sealed = True
@@ -496,7 +505,7 @@ class Feeder:
             raise
 
     def feed_one(self, operation: Operation, call: Arguments) -> None:
-        """Pack the only call of an operation, for which nobody waits yet."""
+        """Pack the only call of an operation. The caller does not wait for it yet."""
         scheduler = self._scheduler
         try:
             with scheduler.tracer.span("packs", operation.names.function):
@@ -511,7 +520,7 @@ class Feeder:
     def one_by_one(
         self, calls: Iterable[Arguments], operation: Operation
     ) -> Iterator[Callable[[], PackedCall]]:
-        """What packs each call, for who takes them as they are needed."""
+        """Return an iterator of functions that pack one call each, for `ResultIterator`."""
         pack = functools.partial(
             pack_call, self._packing(operation, self._scheduler.copying_packer)
         )
@@ -539,7 +548,7 @@ class Feeder:
         shared: Shared | None,
         total: int | None,
     ) -> Iterator[PackedCall]:
-        """The calls, one by one; or, as soon as they are known to be cheap, in bundles."""
+        """Pack the calls one by one, and in bundles once they are known to be cheap."""
         packing = self._packing(operation, packer, shared)
         size = self._bundle_size(operation, total)
         while size != 1 and (some := list(itertools.islice(calls, most_of(operation, size)))):
@@ -554,13 +563,13 @@ class Feeder:
                 for args, kwargs in some:
                     yield pack_call(packing, operation.added, args, kwargs, operation.items)
             if bundle is None and size is not None:
-                break  # items of this kind have calls of their own
+                break  # items of this kind cannot be bundled
             size = self._bundle_size(operation, total)
         for args, kwargs in calls:
             yield pack_call(packing, operation.added, args, kwargs, operation.items)
 
     def _bundle_size(self, operation: Operation, total: int | None) -> int | None:
-        """Of how many items; None where it is not known yet what they cost."""
+        """Return the number of items in the next bundle, or None if their cost is unknown."""
         if total is None:
             return 1
         seconds = self._scheduler.functions.own_seconds(operation.options.function.pickled)
@@ -572,7 +581,7 @@ class Feeder:
 
 
 def most_of(operation: Operation, size: int | None) -> int:
-    """So many items of a bundle of that `size` as the chunk that the caller has asked for holds."""
+    """Return how many items of a bundle of `size` fit into the chunk that `chunksize` sets."""
     chunksize = operation.options.chunksize
     if size is None or chunksize is None:
         return size or 1

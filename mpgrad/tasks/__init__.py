@@ -1,7 +1,7 @@
-"""Contains the functions that mpgrad itself sends to workers. Both sides: a worker that loads them
-does not import the pool.
+"""Contains the functions that mpgrad itself sends to workers. Both sides use them. A worker that
+loads them does not import the pool.
 
-Imports `pickling` and what is below it.
+This package imports `pickling` and the packages below it.
 
     transform_programs   a map under torch.func, as a program of its levels
     jacobians            shares and products of a derivative at one item

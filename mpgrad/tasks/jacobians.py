@@ -9,7 +9,7 @@ one evaluation each, or one evaluation for all under a vmap.
 
 Guarantees: every evaluation of an item gets the same random numbers, so all rows and columns
     belong to one function.
-Assumes: `fn` gives the same values if it runs twice with the same random numbers.
+Assumes: `fn` returns the same values if it runs twice with the same random numbers.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Arguments:
     """Holds the arguments of all items. A list has one entry for each item, and items share all
     other arguments. Some arguments are differentiated.
 
-    `vectors` are multiplied with the Jacobian. If they are `in_tuple`, the tuple's lists have one
+    The Jacobian is multiplied by `vectors`. If they are `in_tuple`, the tuple's lists have one
     entry for each item.
     """
 
@@ -61,9 +61,9 @@ class Arguments:
         lengths = {len(each) for each in every if isinstance(each, list)}
         if len(lengths) > 1:
             raise ValueError(
-                "lists must have one entry for each item, all the same number (lengths: "
+                "lists must have one entry for each item, so the same length (lengths: "
                 f"{sorted(lengths)}); "
-                "pass what all items share as it is"
+                "leave values that all items share out of lists"
             )
         self.own = {number: each for number, each in enumerate(every) if isinstance(each, list)}
         self.in_items = bool(lengths)
@@ -102,7 +102,7 @@ class ArgumentLayout(NamedTuple):
     in_tuple: bool  # the vectors
 
     def of(self, own: Sequence[Any]) -> tuple[Inputs, Any]:
-        """Return an item's arguments, and the vectors that are multiplied with the Jacobian."""
+        """Return an item's arguments, and the vectors by which its Jacobian is multiplied."""
         every = filled(self.common, self.own, own)
         vectors = every[self.arity :]
         return Inputs(every[: self.arity], self.argnums), tuple(
@@ -126,7 +126,7 @@ class Inputs:
                 checked(args[number], f"argument {number}", LEAVE_OUT)
         if not self.tensors:
             raise ValueError(
-                f"there must be a tensor in the arguments to differentiate (argnums: {argnums}, "
+                f"the arguments to differentiate must contain a tensor (argnums: {argnums}, "
                 f"given: {tree!r})"
             )
 
@@ -144,8 +144,8 @@ class Inputs:
 
 
 def numbers_of(argnums: Argnums, count: int) -> int | tuple[int, ...]:
-    """Return the numbers of the differentiated arguments, from 0; a tuple if results have a tuple
-    over them."""
+    """Return the numbers of the differentiated arguments, counted from 0. It is a tuple if results
+    have a tuple with an entry for each."""
     if argnums is None:
         argnums = 0 if count == 1 else tuple(range(count))
     numbers = numbers_in(argnums)
@@ -183,10 +183,7 @@ def checked(tree: object, name: str, remedy: str) -> tuple[list[Tensor], Any]:
                 f"{whole} must be a floating point tensor (given: {type(leaf).__name__}); {remedy}"
             )
         if leaf.is_complex():
-            raise TypeError(
-                f"{whole} must be real (dtype: {leaf.dtype}); differentiate by way of "
-                "torch.view_as_real"
-            )
+            raise TypeError(f"{whole} must be real (dtype: {leaf.dtype}); use torch.view_as_real")
         raise TypeError(
             f"{whole} must be floating point to have a derivative (dtype: {leaf.dtype}); {remedy}"
         )
@@ -208,8 +205,8 @@ def leaf_name(name: str, tree: object, number: int) -> str:
 
 
 def separated(found: Any, has_aux: bool) -> tuple[Any, list[Any]]:
-    """Split what a function returned into its output and the auxiliary values, which are at most
-    one tree."""
+    """Split a function's return value into its output and a list of the auxiliary values, which
+    holds one tree or none."""
     if not has_aux:
         return found, []
     if not isinstance(found, tuple) or len(found) != 2:
@@ -246,7 +243,7 @@ PATIENCE = 120.0
 
 
 class Task(ABC):
-    """Is the function of an operation. It holds the values that all items share. A call gets the
+    """The function of an operation. It holds the values that all items share. A call gets the
     item's number and its own values."""
 
     def __init__(
@@ -257,7 +254,7 @@ class Task(ABC):
         self.create_graph = create_graph
         self.has_aux = has_aux
         self.seed = draw_seed()
-        self.streams = Streams()  # of the generators that `fn` captures, in a worker
+        self.streams = Streams()  # for generators that `fn` captures, in a worker
 
     def __call__(self, item: int, *own: Any) -> Any:
         with DIFFERENTIATING.entered():
@@ -268,8 +265,8 @@ class Task(ABC):
         """Return the derivative of one item, or a share of it."""
 
     def at(self, item: int, own: Sequence[Any]) -> tuple[PinnedFunction, Any]:
-        """Return the function at the item's arguments, and the vectors that are multiplied with its
-        Jacobian."""
+        """Return the function at the item's arguments, and the vectors by which its Jacobian is
+        multiplied."""
         inputs, vectors = self.form.of(own)
         return PinnedFunction(self, item, inputs), vectors
 
@@ -304,10 +301,10 @@ def apart(tensor: Tensor, memory: set[int]) -> Tensor:
 
 
 class PinnedFunction:
-    """Is a function at fixed arguments. It is the same function at every evaluation, because it
-    uses the same random numbers."""
+    """A function at fixed arguments. It is the same function at every evaluation, because it uses
+    the same random numbers."""
 
-    # of the latest output
+    # These describe the latest output.
     spec: Any
     shapes: list[torch.Size]
     beside: list[Any]
@@ -377,7 +374,7 @@ def fit(tensor: Tensor) -> Tensor:
 
 
 class Graph:
-    """Is one evaluation with a graph, from which any rows of the Jacobian can be computed."""
+    """One evaluation with a graph, from which any rows of the Jacobian can be computed."""
 
     def __init__(self, point: PinnedFunction, history: bool = False) -> None:
         self.point = point
@@ -488,8 +485,8 @@ def forward_mode() -> Iterator[None]:
     if not FORWARD_MODE.acquire(timeout=PATIENCE):
         raise ForwardModeBusyError(
             f"another thread has been in forward mode for {PATIENCE} s, perhaps waiting for this "
-            "one, and PyTorch has one "
-            "level of it for all threads of a process; use mode='reverse', or a pool of processes"
+            "one, and PyTorch lets one thread of a process use it at a time; use mode='reverse', "
+            "or a pool of processes"
         )
     try:
         yield
@@ -522,7 +519,7 @@ ROWS_PER_COLUMN = 4
 
 
 class Gradient:
-    """Is the gradient of a function that returns one value, as a function.
+    """The gradient of a function that returns one value, as a function.
 
     It returns the gradient and the auxiliary values of `fn`. If `and_value`, the value comes first.
     """
@@ -567,7 +564,8 @@ class Gradient:
 def gradients_and_beside(
     value_of: Callable[..., tuple[Tensor, list[Any]]], inputs: Sequence[Tensor]
 ) -> tuple[tuple[Tensor, ...], list[Any]]:
-    """Compute them with ordinary autograd if no transform is running."""
+    """Return the gradients and the auxiliary values, computed with ordinary autograd. No transform
+    may be running."""
     history = torch.is_grad_enabled()
     with grad_mode(True):
         for each in inputs:
@@ -603,12 +601,12 @@ WAYS = {
 
 
 class Share(NamedTuple):
-    """Is a part of a Jacobian: some rows, stacked for each input, or some columns, stacked for each
+    """A part of a Jacobian: some rows, stacked for each input, or some columns, stacked for each
     output."""
 
     by_rows: bool
     tensors: list[Tensor]
-    shapes: Any  # of the outputs, in their structure
+    shapes: Any  # the outputs' shapes, in their structure
     beside: list[Any]  # the function's auxiliary values, in the first share
     said: str  # the text of a warning, or ""
 
@@ -674,8 +672,8 @@ class Jacobian(Task):
     def part(
         self, way: JacobianMethod, source: PinnedFunction | Graph, share: int, shares: int
     ) -> list[Tensor]:
-        """Return share `share` of `shares`: for each input [rows, *its shape], or, by columns, for
-        each output [columns, *its shape]."""
+        """Return share number `share` of `shares`. By rows, it has a tensor of shape [rows, *input]
+        for each input. By columns, it has a tensor of shape [columns, *output] for each output."""
         start, stop = (source.size * number // shares for number in (share, share + 1))
         step = (self.chunk_size or source.size) if way.batched else 1
         if isinstance(source, Graph):
@@ -691,8 +689,8 @@ class Jacobian(Task):
 
 
 def batches(likes: Sequence[Tensor], start: int, stop: int, step: int) -> list[tuple[int, int]]:
-    """Return ranges of the rows or columns `start` to `stop`. Each has at most `step`, all of one
-    tensor.
+    """Return ranges of the rows or columns `start` to `stop`. Each range has at most `step` of
+    them, which belong to one tensor.
 
     In a batch over two tensors, each would get zeros from the other's part, and 0 times an infinite
     derivative is not 0.
@@ -725,7 +723,7 @@ def gathered(
 
 
 class Product(NamedTuple):
-    """Is the result of one item: the output, the product of its derivative with vectors, and the
+    """The result of one item: the output, the product of its derivative with vectors, and the
     auxiliary values."""
 
     answer: tuple[Any, ...]

@@ -1,5 +1,5 @@
 """Contains the programs that workers run for a pool call inside a `torch.func` transform: the
-function itself, or a derivative of it. Both sides.
+function itself, or a derivative of it. Both sides use them.
 
 A transform requests the derivative of a map. This derivative is a map of the function's derivative.
 So workers need the function as a program on plain tensors, and a way to make new programs from it.
@@ -51,7 +51,7 @@ Load = Callable[[Tensors], Callable[..., Any]]  # the function, with these tenso
 
 
 class ProgramRunner:
-    """Is the function of the operation. It runs each call's program on the tensors that all calls
+    """The function of the operation. It runs each call's program on the tensors that all calls
     share and on the call's own tensors."""
 
     def __init__(self, pickled: bytes, common: Tensors, seed: int | None) -> None:
@@ -83,7 +83,7 @@ def begun(pickled: bytes, item: int, tensors: Tensors) -> Any:
 
 
 class Program(ABC):
-    """Is a function of tensors that all calls share (`common`) and of the call's own tensors. It
+    """A function of tensors that all calls share (`common`) and of the call's own tensors. It
     returns tensors."""
 
     direct: DirectProgram
@@ -141,8 +141,8 @@ class DirectProgram(Program):
 
 
 class DerivedProgram(Program):
-    """Is a program that was made from another one. The outermost program sets `plain`, because the
-    two kinds of autograd do not mix."""
+    """A program that was made from another one. The outermost program sets `plain`, because the two
+    kinds of autograd do not mix."""
 
     def __init__(self, inner: Program) -> None:
         self.inner = inner

@@ -1,4 +1,5 @@
-"""Contains functions of mpgrad that call or replace the user's functions in a worker. Both sides.
+"""Contains functions of mpgrad that call or replace the user's functions in a worker. Both sides
+use them.
 
     IndexedFunctions   the functions that joblib was given with `delayed`, as one function
     Initializer        what the workers of an `mpgrad.Executor` run first
@@ -63,8 +64,7 @@ class IndexedFunctions:
 
 
 class Initializer:
-    """Is an initializer whose failure raises `BrokenProcessPool`, as users of an executor
-    expect."""
+    """An initializer whose failure raises `BrokenProcessPool`, as users of an executor expect."""
 
     def __init__(self, function: Callable[..., object]) -> None:
         self._function = function
@@ -236,7 +236,7 @@ def reduction_named(reduce_fn: Callable[[Any, Any], Any] | str) -> Reduction:
     if isinstance(reduce_fn, str):
         if reduce_fn not in NAMED:
             raise ValueError(
-                f"no reduction has this name ({reduce_fn!r}); there are "
+                f"no reduction has this name ({reduce_fn!r}); use one of "
                 f"{', '.join(map(repr, NAMED))}"
             )
         return NAMED[reduce_fn]

@@ -1,9 +1,9 @@
 """Checks that PyTorch does what mpgrad relies on beyond its public interface.
 
 The check runs once per process, before a pool is made. A release of PyTorch may rename its private
-parts or change what they do, and a version number says nothing about that. So the check looks for
-each private name. It also tries the behaviours that would silently give wrong gradients if they
-were different (`probes`), in some milliseconds. On a version that differs, making a pool raises
+parts or change what they do, and a version number does not show that. So the check looks for each
+private name. It also tries the behaviours that would silently give wrong gradients if they were
+different (`probes`), in a few milliseconds. On a version that differs, making a pool raises
 `UnsupportedTorchError`, which names the differences.
 """
 
@@ -193,7 +193,7 @@ def missing_names() -> Iterator[tuple[str, Exception]]:
             try:
                 getattr(pkgutil.resolve_name(owner), name)
             except (AttributeError, ImportError) as error:
-                yield f"there is {owner}.{name}", error
+                yield f"{owner}.{name} exists", error
 
 
 def try_all(which: str, found: Failures) -> None:
@@ -215,7 +215,7 @@ def try_all(which: str, found: Failures) -> None:
 
 
 def was_tried(torch_version: str, python: tuple[int, int] = sys.version_info[:2]) -> bool:
-    """Whether the tests have passed on this pair of minor versions.
+    """Return whether the tests have passed on this pair of minor versions.
 
     Example:
         >>> was_tried("1.13.1+cpu", (3, 8))

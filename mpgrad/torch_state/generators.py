@@ -2,8 +2,8 @@
 
 In a loop such a generator goes on from item to item. Copies of it in workers would all give the
 same numbers, and the results would depend on the number of workers. So the caller's generator gives
-one *root* for each operation, by numpy's `spawn` or by one draw. An item's numbers follow from the
-root and the item's position alone. This module describes each kind of generator by a few functions.
+one *root* for each operation, by numpy's `spawn` or by one draw. An item's numbers depend only on
+the root and the item's position. This module describes each kind of generator by a few functions.
 `mpgrad.pickling.streams` sends generators, and workers call `begin` before each item.
 """
 
@@ -54,7 +54,7 @@ class Kind(NamedTuple):
 
 
 def is_generator(value: object) -> bool:
-    """Whether the value is a known generator. Call `learn` before."""
+    """Return whether the value is a known generator. Call `learn` before."""
     return is_generator_class(type(value))
 
 
@@ -137,7 +137,7 @@ def parts_python(generator: random.Random, state: Any) -> tuple[Any, ...] | None
 
 
 def new_python(kind: type[random.Random]) -> random.Random:
-    """Make one without the arguments that its `__init__` may need."""
+    """Make a generator without the arguments that its `__init__` may need."""
     made: Any = kind.__new__(kind)
     made.gauss_next = None
     return cast(random.Random, made)

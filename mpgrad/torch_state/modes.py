@@ -85,7 +85,7 @@ class Modes(NamedTuple):
     # the kind of device and the dtype, if autocast is on there
     device_autocast: tuple[str, torch.dtype] | None = None
     device: str | None = None  # where tensors are made by default
-    settings: Changed = ()  # of the process
+    settings: Changed = ()  # the process's
     thread_settings: Changed = ()
 
     @property
@@ -102,7 +102,7 @@ USUAL = Modes(grad=True, inference=False, autocast=False, differentiating=False)
 
 
 def current_modes(kind: str = "") -> Modes:
-    """Return this thread's modes. `kind` is the kind of the pool's devices, if it has some."""
+    """Return this thread's modes. `kind` is the kind of the pool's devices, if it has any."""
     return Modes(
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -144,8 +144,8 @@ class Table:
 
 
 TABLE = Table()
-# If the caller has PyTorch's default of these, a worker goes back to it, whatever an initializer or
-# an earlier call has set. It keeps what it has of the other settings, because reading them all
+# If the caller has PyTorch's default of these, a worker returns to it, whatever an initializer or
+# an earlier call has set. The worker keeps the other settings as they are, because reading them all
 # takes longer than a small call.
 RESET = {
     name: TABLE.settings[name].default
@@ -173,14 +173,15 @@ ENCLOSING = EnclosingSettings()
 
 
 def is_astray() -> bool:
-    """Whether this thread or an initializer has set something that every call takes from the
+    """Return whether this thread or an initializer has set something that every call takes from the
     caller."""
     return [get() for get in RESET_GETS] != RESET_VALUES
 
 
 @contextmanager
 def under_settings(changed: Changed) -> Iterator[None]:
-    """Run the body with the changed settings; others are as outside of any `under`.
+    """Run the body with the changed settings. Other settings are as they are outside of any
+    `under`.
 
     Each setting is set only if it differs.
     """
@@ -311,7 +312,8 @@ class ModeCheck:
         """Warn of each mode that only observes, once for as long as it is on.
 
         Raises:
-            NotImplementedError: a mode might change values and cannot be sent; names it.
+            NotImplementedError: a mode might change values and cannot be sent. The message names
+            it.
         """
         if parametrizations_are_cached():
             raise NotImplementedError(
@@ -345,7 +347,7 @@ def remedy(mode: object) -> str:
 
 
 def is_grad_mode_all(modes: Modes) -> bool:
-    """Whether grad mode is the only mode to set in this thread."""
+    """Return whether grad mode is the only mode to set in this thread."""
     is_elsewhere = (
         torch.is_inference_mode_enabled()
         or torch.is_autocast_enabled("cpu")
@@ -440,7 +442,7 @@ DIFFERENTIATING = DifferentiationState()
 
 
 class Process:
-    """Tells this process from all others, including its forks."""
+    """Distinguishes this process from all others, including its forks."""
 
     def __init__(self) -> None:
         self.token = os.urandom(16)
@@ -488,7 +490,7 @@ def seed_item(seed: int, index: int) -> int:
     own = split_mix(seed + index)
     SEED_TORCH(own)
     SEED_RANDOM(own)
-    # An item before may have left half of a pair of Gaussian numbers.
+    # An earlier item may have left half of a pair of Gaussian numbers.
     random._inst.gauss_next = None  # type: ignore[attr-defined]
     # numpy is optional for torch and for mpgrad. It is seeded if a task could have imported it.
     numpy: Any = sys.modules.get("numpy")
@@ -510,7 +512,7 @@ def load_generators() -> None:
 
 
 def split_mix(number: int) -> int:
-    """SplitMix64, a bijection on 64 bits that turns neighbours into unrelated seeds.
+    """Compute SplitMix64, a bijection on 64 bits that turns neighbours into unrelated seeds.
 
     Source: G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators", OOPSLA
     2014.
@@ -531,7 +533,7 @@ class RandomState:
         self._numpy = numpy.random.get_state() if numpy is not None else None
 
     def has_moved(self) -> bool:
-        """Whether a number has been drawn since."""
+        """Return whether a number has been drawn since."""
         now = RandomState()
         if not torch.equal(self._torch, now._torch) or self._random != now._random:
             return True

@@ -187,7 +187,7 @@ def when_backward_ends(callback: Callable[[], object]) -> None:
 
 
 def is_alive(node: Any) -> bool:
-    """Whether the engine can still find `node`.
+    """Return whether the engine can still find `node`.
 
     A node that is written in Python may outlive its place in the graph.
     """
@@ -198,8 +198,8 @@ def is_alive(node: Any) -> bool:
 
 
 def is_held(node: Any) -> bool:
-    """Whether Python holds the leaf that `node` adds gradients to. Otherwise only graphs lead to
-    it."""
+    """Return whether Python holds the leaf that `node` adds gradients to. Otherwise only graphs
+    lead to it."""
     return sys.getrefcount(node.variable) > references_of_graphs()
 
 
@@ -285,7 +285,7 @@ def node_type(function: type[torch.autograd.Function]) -> Any:
 class CallCounter:
     """Counts calls of one of PyTorch's methods.
 
-    In a graph nothing shows these calls, or only a walk through all of the graph does.
+    A graph does not show these calls, or only a walk through the whole graph would.
     """
 
     def __init__(self, owner: Any, name: str) -> None:
@@ -338,9 +338,11 @@ def wait_for_devices(tensors: Sequence[torch.Tensor | None]) -> None:
 
 # --- unknown leaves that results depend on; in a worker they belong to other code
 #
-# output ──► the graph behind it, as far as `entries` ──► leaves that Python code holds, and that
-# are not `known` A leaf that only graphs hold was made by the call. Its gradient could not be read
-# in a serial loop either.
+#     output ──► the graph behind it, up to `entries` ──► leaves that Python code holds and that
+#                                                         are not `known`
+#
+# A leaf that only graphs hold was made by the call. Its gradient could not be read in a serial loop
+# either.
 
 
 DELAYED_ERRORS: Any = torch._C._functions
@@ -443,7 +445,7 @@ transforms_are_active: Callable[[], bool] = torch._C._are_functorch_transforms_a
 
 
 def dual_level_is_active() -> bool:
-    """Whether forward-mode differentiation is on in this process
+    """Return whether forward-mode differentiation is on in this process
     (`torch.autograd.forward_ad.dual_level`)."""
     return forward_ad._current_level >= 0
 
@@ -462,7 +464,7 @@ def level_count() -> int:
 
 
 def has_tangent(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is a dual tensor of the active level."""
+    """Return whether `tensor` is a dual tensor of the active level."""
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 
@@ -533,13 +535,11 @@ def outside_transforms() -> contextlib.AbstractContextManager[object]:
 
 
 class EmptyContext:
-    """Does nothing, in C: `contextlib.nullcontext` runs Python code, several times per call.
-
-    It gives False, and raises what is raised in its body.
-    """
+    """A context that does nothing. Unlike `contextlib.nullcontext` it runs only C code, because it
+    is used several times per call. Entering it returns False."""
 
     __enter__ = staticmethod(bool)
-    __exit__ = staticmethod("".format)  # gives "" for any three arguments
+    __exit__ = staticmethod("".format)  # returns "" for any three arguments
 
 
 NOTHING: contextlib.AbstractContextManager[bool] = EmptyContext()  # type: ignore[assignment]
@@ -613,7 +613,7 @@ def levels_of(tensors: Sequence[torch.Tensor | None]) -> tuple[Level, ...]:
                 raise TypeError(
                     "a gradient that came to a pool's result belongs to a torch.func transform "
                     "other than vmap; "
-                    "call the pool inside of the function that is transformed"
+                    "call the pool inside the function that is transformed"
                 )
             number = level_of(tensor)
             numbers.add(number)
@@ -621,7 +621,7 @@ def levels_of(tensors: Sequence[torch.Tensor | None]) -> tuple[Level, ...]:
         older = older or (tensor is not None and is_batched_the_older_way(tensor))
     levels = [Level(number, False) for number in sorted(numbers)]
     if older:
-        # The engine's threads for devices count none. But there is one, in which
+        # The engine's threads for devices count no such level. But one exists, in which
         # `torch.autograd.grad` was called.
         levels += [Level(1 + number, True) for number in range(max(1, older_levels()))]
     return tuple(levels)
@@ -743,7 +743,7 @@ def name_of_mode(mode: object) -> str:
 
 
 def is_observer(mode: object) -> bool:
-    """Whether the mode is known to change no values."""
+    """Return whether the mode is known to change no values."""
     return name_of_mode(mode).startswith(OBSERVERS)
 
 
@@ -774,7 +774,7 @@ def foreign_modes() -> list[Any]:
 
 
 def parametrizations_are_cached() -> bool:
-    """Whether a `torch.nn.utils.parametrize.cached` is open."""
+    """Return whether a `torch.nn.utils.parametrize.cached` is open."""
     return bool(torch.nn.utils.parametrize._cache_enabled)
 
 
@@ -849,7 +849,7 @@ without_subclasses = torch._C.DisableTorchFunctionSubclass
 
 
 def is_leaf_with_grad(tensor: torch.Tensor) -> bool:
-    """Whether a tensor, of any class, is a leaf that requires gradients."""
+    """Return whether a tensor, of any class, is a leaf that requires gradients."""
     with without_subclasses():
         return tensor.is_leaf and tensor.requires_grad
 
@@ -928,7 +928,7 @@ with torch.inference_mode(False):
 
 
 def has_plain_memory(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's elements are stored in the CPU's memory as they are.
+    """Return whether the tensor's elements are stored in the CPU's memory as they are.
 
     This excludes stand-ins and sparse, quantized or conjugated tensors.
     """
@@ -989,8 +989,8 @@ def pytree_node(kind: type) -> tuple[Any, ...] | None:
 
 
 def set_pytree_node(kind: type, functions: tuple[Any, ...] | None) -> None:
-    """Register the class as a pytree, perhaps with other functions than before. With None it is
-    not registered any more."""
+    """Register the class as a pytree, perhaps with other functions than before. With None,
+    unregister it."""
     SUPPORTED_NODES.pop(kind, None)  # it refuses to register one again
     if functions is not None:
         flatten, unflatten, with_keys = functions
@@ -1073,7 +1073,7 @@ def never_compile(code: types.CodeType, and_callees: bool = False) -> None:
 
 
 def made_by_compiler(function: types.FunctionType) -> bool:
-    """Whether `torch.compile` or `torch.compiler.disable` made the function.
+    """Return whether `torch.compile` or `torch.compiler.disable` made the function.
 
     A wrapper that got its marks from functools.wraps does not count.
     """
@@ -1082,7 +1082,7 @@ def made_by_compiler(function: types.FunctionType) -> bool:
 
 
 def is_optimized(module: torch.nn.Module) -> bool:
-    """Whether `torch.compile(module)` made the module."""
+    """Return whether `torch.compile(module)` made the module."""
     return "dynamo_ctx" in vars(module)
 
 

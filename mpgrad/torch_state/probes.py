@@ -1,6 +1,6 @@
 """Probes try the behaviours of PyTorch that would silently give wrong gradients if they changed.
 
-`behaviours` asks first whether the private names exist (`behaviours.NAMES`), and then runs the
+`behaviours` first checks that the private names exist (`behaviours.NAMES`), and then runs the
 probes. A behaviour has no probe if a change would raise an error, or if any run of the tests would
 show it. Probes call the functions of `private` instead of PyTorch's own names, so that they try
 what a pool runs.

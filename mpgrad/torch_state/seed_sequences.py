@@ -1,5 +1,5 @@
 """An item's version of numpy's SeedSequence. It equals the caller's, but spawns children that no
-other item has. Needs numpy."""
+other item has. This module needs numpy."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ __all__ = ["ItemSeeds"]
 
 
 class ItemSeeds(SeedSequence):
-    """A SeedSequence that gives the caller's numbers. Its only state is which children it has
-    left."""
+    """A SeedSequence with the caller's numbers. Its only state is the source of its remaining
+    children."""
 
     children: SeedSequence | None = None
 

@@ -1,7 +1,7 @@
 """PyTorch's own settings are in a table that defines how each is read and set.
 
 PyTorch has no list of its settings, and reads each in its own way. A setting that is not in the
-table is the worker's own. An inventory beside the tests of this package says how mpgrad treats
+table is the worker's own. An inventory beside the tests of this package lists how mpgrad treats
 everything in PyTorch that changes a state, and a test compares the inventory with PyTorch. A
 setting that differs from its default is sent with each call. The default is a constant here, not
 the value at the start of this process, because a program may change settings before it imports
@@ -110,13 +110,13 @@ def remove_global_hooks() -> None:
 
 CHECKPOINT: Any = torch.utils.checkpoint
 EINSUM: Any = opt_einsum
-TINY, ONE = 5e-324, 1.0  # two, or the compiler would multiply
+TINY, ONE = 5e-324, 1.0  # two constants, because the compiler would multiply literals
 
 
 class Setting(NamedTuple):
     """A setting of each thread, if `of_thread` is true, or of the process."""
 
-    name: str  # of the public function or field that sets it
+    name: str  # the public function or field that sets it
     get: Callable[[], Any]
     set: Callable[[Any], object]
     default: Any

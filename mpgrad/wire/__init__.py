@@ -1,4 +1,5 @@
-"""The messages between the caller and workers, and the form that tensors have in them. Both sides.
+"""The messages between the caller and workers, and the form that tensors have in them. Both sides
+use this package.
 
 Imports `memory` and `torch_state`. Nothing here decides anything: a message holds only numbers,
 bytes and tensor references.

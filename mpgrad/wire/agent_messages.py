@@ -1,5 +1,5 @@
-"""The messages between a worker and its agent, which go no further. Needs no torch, because the
-agent has none. Both sides.
+"""The messages between a worker and its agent, which go no further. This module needs no torch,
+because the agent has none. Both sides use it.
 
 A frame that a worker sends with descriptors is for the agent, because descriptors cannot leave the
 machine. With a shared-memory engine there is no agent, and the frame is for the caller.
@@ -58,11 +58,11 @@ class ProgressRecord:
     COUNT = 6
     BETWEEN = -1  # instead of a chunk: the position is about to change to another chunk's
     CHUNK = 0
-    POSITION = 1  # of the call in the chunk
+    POSITION = 1  # the call's position in the chunk
     # when that call began, or the worker had loaded a function, on the clock of time.monotonic_ns
     STARTED = 2
     LOADING = -1  # instead of that moment: the worker loads a function
-    OFFSET = 3  # of the item in the call, if that is a bundle; -1 while it runs none of them
+    OFFSET = 3  # the item's offset in a bundle; -1 while none of its items runs
     SKIPPED = 4  # this number and the next: a chunk that is not needed; the parent writes it
 
 

@@ -1,15 +1,17 @@
 """The connection between the caller and one worker. `Link` is the protocol of its ends, for any
 kind of connection. A frame holds a list of messages, the bytes of small tensors, and file
-descriptors. If the sides cannot share memory, each keeps replicas of the other's. Both sides.
+descriptors. If the sides cannot share memory, each keeps replicas of the other's. Both sides use
+this module.
 
 A replica has the same numbers and offsets as the slab. An agent keeps replicas of the caller's
 memory, and the caller keeps replicas of each agent's.
 
     lend a slot ──► carry ──► its bytes follow the payload of the next frame ══► written at the same
                                                      offset ──► borrowed
+
 So addresses stay valid, no message is rewritten, and the borrower reads memory of its own machine
-as if it were shared. An own slot is sent once while it is lent. Borrowed memory is sent each time,
-because code that has the borrowed tensor may have written to it in between.
+as if it were shared. A sender's own slot is sent once while it is lent. Borrowed memory is sent
+each time, because code that has the borrowed tensor may have written to it in between.
 
 Assumes: one thread sends, and one receives. Memory that an owner returns to the system remains in
     the replica until the slab is dropped.
@@ -65,7 +67,7 @@ class Channel(Pipe):
         payload: Sequence[bytes] = (),
         descriptors: Sequence[int] = (),
     ) -> None:
-        """Send one frame. What the pipe does not take now is queued (`has_outgoing`).
+        """Send one frame. Queue the bytes that the pipe does not take now (`has_outgoing`).
 
         Raises:
             ConnectionError: the other end is gone.
@@ -283,7 +285,7 @@ class Link(Protocol):
         ...
 
     def drop(self, holder: Slot | BorrowedMemory, times: int) -> None:
-        """Note that the other end has returned this memory so many times."""
+        """Note that the other end has returned this memory this number of times."""
         ...
 
     def receive(self) -> Frame | None:

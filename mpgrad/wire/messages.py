@@ -1,5 +1,5 @@
-"""The messages between parent and worker. Each kind is a frozen type; a frame holds many messages.
-Both sides.
+"""The messages between parent and worker. Each kind is a frozen type, and a frame holds many
+messages. Both sides use this module.
 
     parent ► worker   Start Follow Define Forget Forward Backwards Collect Release Stop
     worker ► parent   CrashTraceback ReadyReport StartFailure Results Gradients CollectedSums
@@ -7,15 +7,18 @@ Both sides.
     both ways         NewSlab CarriedSlots DroppedSlabs MissingSlabs ReturnedSlots
     devices           SlotTrial DirectTransfer to the worker, TrialOutcome to the parent
     timelines         Record to the worker, ChunkTrace to the parent
+
 Agents have messages of their own: see `agent_messages`.
 
 The tensors of many items (of a bundle, or of dependencies' results) are sent in a row. One record,
-`Parts`, says which tensors belong to which item. It is sent with the tensors, as
+`Parts`, lists which tensors belong to which item. It is sent with the tensors, as
 `ForwardCall.bundle` and `Result.bundle`. Everything else is computed from it:
 
     tensors   a  b | c | | d  e            parts   [(shape, 2), (shape, 1), (shape, 0), (shape, 2)]
     owners    0  0   1     3  3
-Messages are NamedTuples, not dataclasses: they are as frozen, and pickle in a third of the time.
+
+Messages are NamedTuples, not dataclasses: they are equally immutable, and pickle in a third of the
+time.
 """
 
 from __future__ import annotations
@@ -114,7 +117,7 @@ class NewSlab(NamedTuple):
     number: int
     nbytes: int
     handle: Handle | None = None
-    code: int = 0  # of the device
+    code: int = 0  # the device's code
 
 
 class CarriedSlots(NamedTuple):
@@ -125,25 +128,26 @@ class CarriedSlots(NamedTuple):
 
 
 class DroppedSlabs(NamedTuple):
-    """The sender has dropped these slabs of its own."""
+    """The sender has dropped these slabs, which it owned."""
 
     numbers: list[int]
 
 
 class MissingSlabs(NamedTuple):
-    """The sender had no free descriptor to receive these new slabs, and asks for them again."""
+    """The sender had no free descriptor to receive these new slabs, and requests them again."""
 
     numbers: list[int]
 
 
 class ReturnedSlots(NamedTuple):
-    """Slots that the receiver had lent: each address, and how many times it was received."""
+    """Slots that the receiver had lent, each with its address and how many times it was
+    received."""
 
     slots: list[tuple[int, int]]
 
 
 class SlotTrial(NamedTuple):
-    """A test whether the receiver can read the sender's slots on a device. The `nbytes` bytes at
+    """A test of whether the receiver can read the sender's slots on a device. The `nbytes` bytes at
     `address` should be `mark`."""
 
     address: int
@@ -175,8 +179,8 @@ class Record(NamedTuple):
 class ChunkTrace(NamedTuple):
     """A record of what was done for a chunk. It precedes the chunk's answer, in the same frame.
 
-    Times are nanoseconds of the worker's `time.monotonic_ns`. On one machine this is the caller's
-    clock, too.
+    Times are nanoseconds of the worker's `time.monotonic_ns`. On one machine this is also the
+    caller's clock.
     """
 
     chunk: int
@@ -210,7 +214,7 @@ class Start(NamedTuple):
     settings are the parent's.
 
     If the graphs take more than `graph_bytes` together, some are dropped, the largest first; None
-    is for no limit. With `spares_memory`, graphs are also dropped when memory is about to run out.
+    means no limit. With `spares_memory`, graphs are also dropped when memory is about to run out.
     """
 
     initializer: bytes
@@ -219,7 +223,7 @@ class Start(NamedTuple):
     spares_memory: bool
     log_levels: LogLevels
     environment: Environment
-    # the data that multiprocessing gives its children; None on another machine
+    # the data that multiprocessing sends to its children; None on another machine
     preparation: dict[str, Any] | None
     device: bytes = b""  # the pickle of a `accelerator.DeviceSetup`, in a pool with devices
     remote: bool = (
@@ -241,7 +245,7 @@ class ModulesState(NamedTuple):
     number: int
     pickled: bytes | None  # None if the worker has the bytes
     tensors: int  # how many of the captures belong to this state
-    # numbers in the state's pickle of the objects that the function has, too
+    # the numbers, in the state's pickle, of objects that the function also has
     shared: Sequence[int]
 
 
@@ -252,7 +256,7 @@ class Define(NamedTuple):
     shared memory. `slot` is its address and size, or None if the captures have no bytes. The places
     of captures are offsets in it. `state` is what the function uses of the user's modules; the
     state's captures come last. With `of_lone_calls`, each `Forward` is an operation of its own. It
-    must not see what calls of the others have changed in the function.
+    must not see what other operations have changed in the function.
     """
 
     function: int
@@ -266,12 +270,12 @@ class Define(NamedTuple):
 
 
 class Forget(NamedTuple):
-    """Forget functions that no call needs any more, and pickles, which the caller sends again if
-    they are needed again. Also forget sums of captures' gradients that nobody collects."""
+    """Functions that are no longer needed, and pickles to forget. If such a pickle is needed again,
+    the caller sends it again. Also forget sums of captures' gradients that are never collected."""
 
     functions: list[int]
     codes: list[int]
-    nbytes: int  # of the functions' captures
+    nbytes: int  # bytes of the functions' captures
     # functions, each with a backward and its levels, as in `Collect`
     sums: list[tuple[int, int, tuple[Level, ...]]]
 
@@ -280,8 +284,8 @@ class ForwardCall(NamedTuple):
     """One call, on one item or on a bundle.
 
     `dependency_results` are results of other calls among the arguments, whose tensors come last.
-    `bundle` has the arguments of each item, if many items are sent as one call. Those items that
-    are `failed` do not run again.
+    `bundle` has the arguments of each item, if many items are sent as one call. Items in `failed`
+    do not run again.
     """
 
     call: int
@@ -297,10 +301,10 @@ class ForwardCall(NamedTuple):
 
 class Forward(NamedTuple):
     """Run these calls. With `stop_at_failure`, a failure ends the chunk, and its other calls do not
-    run. Without it, the other items of a bundle run, too.
+    run. Without it, the other items of a bundle also run.
 
-    With `eager` options, the backward of a loss runs right after its forward. If results are wanted
-    `together`, they may wait for a while behind a slow call.
+    With `eager` options, the backward of a loss runs right after its forward. With `together`,
+    results may wait for a while behind a slow call.
     """
 
     chunk: int
@@ -341,15 +345,15 @@ class Recompute(NamedTuple):
 class BackwardCall(NamedTuple):
     """The backward of one call.
 
-    `grads` are the gradients of the call's outputs, one output after another. `parts` says how many
-    gradients each output has; they are added up. Gradients are batches over `levels`, which are the
-    first dimensions.
+    `grads` are the gradients of the call's outputs, one output after another. `parts` has the
+    number of gradients of each output; they are added up. Gradients are batches over `levels`,
+    which are the first dimensions.
 
-    `wanted` are the numbers of the inputs whose gradients are wanted. With `apart`, the gradients
-    of the captures come after theirs; otherwise they are added up for `Collect`. If `graph` is a
-    number, a graph of all these gradients is kept under it.
+    `wanted` are the numbers of the inputs whose gradients are needed. With `apart`, the gradients
+    of the captures come after those of the inputs; otherwise they are added up for `Collect`. If
+    `graph` is a number, a graph of all these gradients is kept under it.
 
-    `before` are steps that make the call's graph again if it is missing. The worker drops the graph
+    `before` are steps that rebuild the call's graph if it is missing. The worker drops the graph
     after the `last` backward, which uses up all of it.
     """
 
@@ -394,7 +398,7 @@ class Collect(NamedTuple):
 
 
 class Release(NamedTuple):
-    """Drop the graphs of these calls, which are not needed any more."""
+    """Drop the graphs of these calls, which are no longer needed."""
 
     calls: list[int]
 
@@ -415,10 +419,10 @@ class ReadyReport(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """The pickled exception of a task, and the text of its traceback. `offset` is that of the item
-    that failed in a bundle.
+    """The pickled exception of a task, and the text of its traceback. `offset` is the offset of the
+    item that failed in a bundle.
 
-    `given` describes in words the arguments of the function.
+    `given` describes the arguments of the function in words.
     """
 
     error: bytes
@@ -437,12 +441,11 @@ class Result(NamedTuple):
 
     If its backward was an eager one, `gradients` are those of the inputs, and those of the captures
     if these are sent apart. `bundle` has the result of each item, if there are many; `failed` are
-    the places of those that failed, which have no tensors. `unused` are
-    inputs that the result does not depend on. They are numbered among the inputs that need
-    gradients, and only those count that have a history or hooks in the caller. `strays` are the
-    numbers of tensors that depend on a stray leaf, with a description of the leaf in words.
-    `errors` are the numbers of tensors whose backward raises an error, see `errors_behind`, with
-    the error's message.
+    the places of items that failed, which have no tensors. `unused` are inputs that the result does
+    not depend on. They are numbered among the inputs that need gradients, and only those count that
+    have a history or hooks in the caller. `strays` are the numbers of tensors that depend on a
+    stray leaf, with a description of the leaf in words. `errors` are the numbers of tensors whose
+    backward raises an error, see `errors_behind`, with the error's message.
     """
 
     structure: Structure
@@ -471,7 +474,7 @@ class MissingGraph(NamedTuple):
 
 
 class Results(NamedTuple):
-    """The outcomes of the calls of a chunk that ran. `mutated` says whether a call wrote into a
+    """The outcomes of the calls of a chunk that ran. `mutated` is true if a call wrote into a
     captured tensor.
 
     `seconds` is the whole time, `own_seconds` the part in the function, and `eager_seconds` the
@@ -503,8 +506,8 @@ class Results(NamedTuple):
 class Gradients(NamedTuple):
     """The outcomes of backwards. `reached` has, by position of the outcome, the captures on which
     its differentiable gradients depend, as in `Results`, which also explains `more`. `errors` has,
-    by position, those that the differentiable gradients lead to, as in `Result`, numbered among
-    these gradients."""
+    by position, the errors that the differentiable gradients lead to, as in `Result`. They are
+    numbered among these gradients."""
 
     chunk: int
     outcomes: list[Sequence[TensorRef | None] | Failure | MissingGraph]
@@ -545,7 +548,7 @@ LONGEST_TEXT, MOST_BITS = 256, 2048  # larger values count as bytes of a message
 
 
 def is_plain(value: Any) -> bool:
-    """Whether the value can be a part of a message without its own pickle."""
+    """Return whether the value can be a part of a message without its own pickle."""
     kind = type(value)
     if kind is str:
         return len(value) <= LONGEST_TEXT

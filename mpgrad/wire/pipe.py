@@ -10,7 +10,7 @@ worker has nothing else to do.
     payload
     descriptors are sent beside the header's first byte, as SCM_RIGHTS
 
-Both sides, and the agent between them. This module knows nothing about messages, and needs no
+Both sides and the agent between them use this module. It knows nothing about messages, and needs no
 torch.
 
 Guarantees: frames are sent whole and in order. A signal handler or a finalizer may send a frame
@@ -49,13 +49,13 @@ __all__ = [
 HEADER = struct.Struct("<4sQQI")
 MARK = b"mpg\xb1"  # every frame begins with it
 MAX_BYTES = 1 << 42  # the most bytes of a frame; a header with more is not a frame
-MAX_DESCRIPTORS = 64  # in one frame; far below the kernel's 253
+MAX_DESCRIPTORS = 64  # in one frame; far below the kernel's limit of 253
 ANCILLARY_BYTES = socket.CMSG_SPACE(4 * MAX_DESCRIPTORS)
 TRUNCATED = int(socket.MSG_CTRUNC)  # testing a bit of the enumeration itself runs Python code
 # macOS has no room for descriptors while the pipe is nearly full, and reports EMSGSIZE
 NO_ROOM = (errno.EAGAIN, errno.EMSGSIZE)
 READ_BYTES = 1 << 16  # larger frames are read straight into their own memory
-ALIGNMENT = 16  # of the payload, so that tensors in it are aligned
+ALIGNMENT = 16  # the payload's, so that tensors in it are aligned
 
 
 OPEN: weakref.WeakKeyDictionary[socket.socket, OwnedDescriptor] = weakref.WeakKeyDictionary()
@@ -75,7 +75,7 @@ os.register_at_fork(after_in_child=close_in_child)
 
 
 class Traffic:
-    """Counts of what went through pipes. They tell what an operation costs, independent of the
+    """Counts of what went through pipes. They show what an operation costs, independent of the
     machine."""
 
     __slots__ = ("bytes_received", "bytes_sent", "frames_received", "frames_sent", "system_calls")
@@ -150,7 +150,7 @@ class Pipe:
         return self._socket.fileno()
 
     def send_raw(self, frame: bytes | memoryview, descriptors: Sequence[int] = ()) -> None:
-        """Send a frame that begins with its header. What the pipe does not take now is queued
+        """Send a frame that begins with its header. Queue the bytes that the pipe does not take now
         (`has_outgoing`).
 
         Raises:
@@ -178,8 +178,8 @@ class Pipe:
 
     def flush(self) -> None:
         """Send the queued frames. An end that does not block sends as much as the pipe takes."""
-        # This is a signal handler that has interrupted flush. The interrupted loop will also send
-        # the frame that was just appended.
+        # This runs in a signal handler that has interrupted `flush`. The interrupted loop will also
+        # send the frame that was just appended.
         if self._is_flushing:
             return
         try:
@@ -315,18 +315,19 @@ class Pipe:
         if frame.header[2]:
             if not self._received:
                 raise UnreadableFrame(
-                    f"it announced descriptors ({frame.header[2]}), and came without"
+                    f"it announced {frame.header[2]} descriptors, but came without them"
                 )
             self._descriptors.extend(self._received.popleft() or [None] * frame.header[2])
         return frame
 
     def take_descriptor(self) -> int | None:
-        """Return the next received descriptor, or None if this process had none free for it."""
+        """Return the next received descriptor, or None if too many files were open to receive
+        it."""
         return self._descriptors.popleft()
 
     def hang_up(self) -> None:
-        """Stop sending, so that the other end ends after what it was sent. What it sends until then
-        can still be received."""
+        """Stop sending, so that the other end ends once it has read everything. What it sends until
+        then can still be received."""
         with contextlib.suppress(OSError):  # the other end is gone
             self._socket.shutdown(socket.SHUT_WR)
 
@@ -372,7 +373,7 @@ def read_crash_traceback(pipe: int) -> str:
 
 
 def duplicates(descriptors: Sequence[int]) -> list[int]:
-    """Duplicate all of these descriptors. After a failure none stays duplicated."""
+    """Duplicate all of these descriptors. If one fails, close all duplicates."""
     made: list[int] = []
     try:
         for descriptor in descriptors:

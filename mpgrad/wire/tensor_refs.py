@@ -1,10 +1,10 @@
 """References to tensors, which messages hold: how a sender packs tensors, and how the receiver
-views them. Both sides.
+views them. Both sides use this module.
 
-Autograd and pickle both want whole tensors, but a message holds bytes and numbers. A `TensorRef`
-says what to view, and where. A sparse tensor is one reference, too: to a run of memory that holds
-its indices and values as a message holds tensors. Many references are sent together in columns, or
-as a bucket if the tensors are alike.
+Autograd and pickle both work on whole tensors, but a message holds bytes and numbers. A `TensorRef`
+names what to view, and where it is. A sparse tensor is also one reference, to a run of memory that
+holds its indices and values as a message holds tensors. Many references are sent together in
+columns, or as a bucket if the tensors are alike.
 
     sender     tensor ──► dense_core ──► its core: a run of memory; Form, SPREAD or 0
                  core ──► bytes, or a slot: PackedTensor ──► Payload ──► TensorRef
@@ -12,13 +12,14 @@ as a bucket if the tensors are alike.
                tensors ──► PackedTensors ──► Payload ──► TensorBucket, of those that are alike
                                                          TensorColumns, of all others
     receiver   references, memory ──► view, views ──► tensors
+
 A small tensor is inline in the message itself. A large one is in a slot, and the message has its
 address. Up to INLINE_BYTES, the two copies through the pipe cost less than the bookkeeping of a
-slot (both about 2 us a tensor). Many tensors that are alike are copied at once into one slot. This
-bucket costs little more than one tensor.
+slot (both about 2 us per tensor). Many tensors that are alike are copied at once into one slot.
+This bucket costs little more than one tensor.
 
-What a tensor's storage holds before and behind the tensor is not sent. Gaps between its elements
-are sent only if that is cheaper than to close them.
+What a tensor's storage holds before and after the tensor is not sent. Gaps between its elements are
+sent only if that is cheaper than to close them.
 
 Guarantees: strides are preserved. An expanded tensor is sent without repetition. Sparse tensors
     keep their layout, the order of their entries, and whether they are coalesced. A received tensor
@@ -208,7 +209,7 @@ class TensorBucket(Sequence[TensorRef]):
         self.shapes = shapes
         self.counts = counts  # numbers of elements
         self.place = place
-        self.nbytes = nbytes  # of all tensors, with the padding between them
+        self.nbytes = nbytes  # bytes of all tensors and of the padding between them
         self.flags = flags
         self._offsets: Sequence[int] = ()
 
@@ -319,15 +320,14 @@ def flags_in(refs: Sequence[TensorRef]) -> Sequence[int]:
 
 
 def lent(refs: Sequence[TensorRef | None]) -> list[TensorRef]:
-    """Return the references to shared memory, each slot once. The sender waits until these are
-    returned."""
+    """Return the references to shared memory, each slot once. The sender waits for their return."""
     if type(refs) is TensorBucket:
         return [refs.whole] if refs.place >= 0 else []
     return [TensorRef._make(row) for row in rows_of(refs) if row is not None and row[PLACE] >= 0]
 
 
 class SparseParts(NamedTuple):
-    """The indices and values of a sparse tensor. Their places are offsets from the tensor's own
+    """The indices and values of a sparse tensor. Their places are offsets from the tensor's
     place."""
 
     layout: int
@@ -339,8 +339,8 @@ Form = tuple[int, ...] | SparseParts | None  # the stride; None: contiguous
 REQUIRES_GRAD = 1
 LEAF = 2
 PARAMETER = 4
-# Others read this slot, too, or the next worker reads it again. So the receiver needs its own
-# private view.
+# Other processes also read this slot, or the next worker reads it again. So the receiver needs its
+# own private view.
 SHARED = 8
 # The gaps between the elements were not sent. The tensor is sent densely, and the receiver spreads
 # it out to its strides.
@@ -351,14 +351,14 @@ DEVICE = 64
 
 
 def is_like_a_loss(tensor: torch.Tensor) -> bool:
-    """Whether this may be a loss, or the gradient of one, which workers predict: see
+    """Return whether this may be a loss, or the gradient of one, which workers predict: see
     `EagerOptions`."""
     return tensor.numel() == 1 and tensor.dtype in LOSSES and tensor.layout is torch.strided
 
 
 def flags_of(tensor: torch.Tensor) -> int:
-    """Return how the receiver must dress the tensor, so that `fn` sees what it would see in the
-    caller."""
+    """Return the properties that the receiver must give the tensor, so that `fn` sees what it would
+    see in the caller."""
     flags = REQUIRES_GRAD if tensor.requires_grad else 0
     if tensor.is_leaf:
         flags |= LEAF
@@ -391,7 +391,7 @@ def check_carriable(
     reason = None
     if is_lazy(tensor):
         reason = (
-            "a lazy module has not made it yet; run the module once, before it goes to the pool"
+            "a lazy module has not made it yet; run the module once, before you pass it to the pool"
         )
     elif tensor.is_nested:
         reason = "it is nested; pass its parts as a list (tensor.unbind())"
@@ -481,14 +481,14 @@ def check_class(tensor: torch.Tensor) -> None:
 
 
 def need_no_pickle(values: Sequence[object]) -> bool:
-    """Whether `values` are plain tensors without attributes, and all different objects."""
+    """Return whether `values` are plain tensors without attributes, and all different objects."""
     if len(values) > 1 and len({id(value) for value in values}) < len(values):
         return False
     return PLAIN.issuperset(map(type, values)) and not have_attributes(values)
 
 
 def have_attributes(tensors: Sequence[Any]) -> bool:
-    """Whether one of the tensors has a class of its own, or attributes.
+    """Return whether one of the tensors has a class of its own, or attributes.
 
     Reading `__dict__` would give each tensor a dictionary, so it is read only if needed.
     """
@@ -555,7 +555,7 @@ def views(
 
 
 def view(row: Row, payload: memoryview, borrow: Callable[[TensorRef], Any]) -> torch.Tensor:
-    """Return the tensor that `row` names, as a view of its memory. The memory lives as long as the
+    """Return the tensor that `row` names, as a view of its memory, which lives as long as the
     tensor."""
     number, shape, form, place, nbytes, flags = row
     if flags >= DEVICE:
@@ -648,7 +648,7 @@ def dense_core(tensor: torch.Tensor) -> tuple[torch.Tensor, Form, int]:
     """Return the memory that is sent for `tensor`, as one run, and how to rebuild the tensor.
 
     That is its form, and SPREAD if the gaps were closed, otherwise 0. Strides are preserved even if
-    they have gaps. Sums over other strides are added in another order, which gives other bits.
+    they have gaps. Sums over other strides are added in a different order, so their bits differ.
     """
     if type(tensor) not in PLAIN:  # its class may have methods of these names
         tensor = plain_alias(tensor)
@@ -717,7 +717,7 @@ def brought_here(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def overlaps(core: torch.Tensor) -> bool:
-    """Whether some elements share memory, so that strides cannot be rebuilt from separate
+    """Return whether elements share memory, so that strides cannot be rebuilt from separate
     elements."""
     reach = 0
     for step, size in sorted(zip(core.stride(), core.shape, strict=True)):
@@ -768,7 +768,7 @@ def copy_into(memory: memoryview, core: torch.Tensor) -> None:
 # --- the sender: tensors into messages and slots
 
 
-CONSTANT = "mpgrad: constant"  # marks a buffer that nobody can write to
+CONSTANT = "mpgrad: constant"  # marks a buffer that cannot be written to
 INLINE_TOGETHER = 32768  # the most bytes of a bucket that is inline in the message
 BUCKETED_BYTES = 256 << 10  # the most bytes of a tensor in a bucket; a larger one gets its own slot
 # The same for results. The caller copies them out of the bucket, so that one does not keep all.
@@ -797,10 +797,10 @@ def packed_again(
     """Make a tensor that one process has sent ready to be sent to another."""
     dtype, shape, form, place, nbytes, flags = ref
     if flags & REQUIRES_GRAD and not flags & LEAF:
-        flags &= ~PARAMETER  # the output of a call is not a parameter, whatever it was there
+        flags &= ~PARAMETER  # the output of a call is not a parameter, even if it was one there
     if place >= 0:
         holder = memories[place]
-        # from a device, it has been copied into a slot of this process
+        # A device's tensor has been copied into a slot of this process.
         address = holder.address if isinstance(holder, Slot) else place
         return PackedTensor(dtype, shape, form, address, nbytes, flags | SHARED, None, holder)
     return PackedTensor(
@@ -958,7 +958,7 @@ class Packer:
     ) -> PackedTensor:
         """Pack a tensor that is on a device, or will be.
 
-        Small ones use a slot there, too. An inline tensor would have to be copied to the CPU, and
+        Small ones also use a slot there. An inline tensor would have to be copied to the CPU, and
         the copy would wait for all earlier work of the device.
         """
         channel = None if staged or code == 0 else self._way(tensor)
@@ -989,8 +989,8 @@ class Packer:
         """Pack all `tensors` into one slot, as if the slot were a message's payload. If `sharing`,
         tensors that share memory still do so.
 
-        Unless `staged`, tensors on devices have slots of their own there. So have large ones that
-        may come again.
+        Unless `staged`, tensors on devices have slots of their own there. Large ones that may be
+        sent again also have their own slots.
         """
         if not tensors:
             return [], None, []

@@ -1,14 +1,14 @@
 """Compares all ways to compute the derivative of every entry of y = routine(c, x) with respect to
 c, side by side, in one run.
 
-A loop of `torch.autograd.grad` is the reference. All ways have to agree with it, or nothing is
+A loop of `torch.autograd.grad` is the reference. All ways must agree with it, otherwise nothing is
 timed. They take turns in a random order, and every figure is a median over such rounds, because a
-single time on a shared machine is worth little.
+single measurement on a shared machine is worth little.
 
-Memory is what a fresh process needs beyond what it had: after a small warm-up, the kernel's mark of
-the largest resident set (VmHWM) is put back, the way runs once, and the rise over the resident set
-before is read. In a pool this is summed over the caller and all its workers; pages that they share
-count in each that has touched them.
+Memory is what a fresh process needs beyond what it had. After a small warm-up, the kernel's mark of
+the largest resident set (VmHWM) is reset, the way runs once, and the rise above the earlier
+resident set is read. In a pool this is summed over the caller and all its workers. Shared pages
+count in each process that has touched them.
 
     python scripts/benchmarks/batch_derivatives.py --processes 2
 """
@@ -54,10 +54,10 @@ EPILOG = (
     "wrong arguments"
 )
 
-# Python-bound: a few operations on as many numbers as there are entries, again and again
+# The routine is Python-bound: it repeats a few operations on as many numbers as there are entries.
 STEPS = 20
 RTOL = 1e-10  # float64; ways differ in the order of sums
-CHUNK = 64  # rows or columns, where a way is bounded in memory
+CHUNK = 64  # rows or columns, for ways that limit their memory
 SMALL = (5, 2)  # entries and parameters of a warm-up
 MIB = 2**20
 Size = tuple[int, int]  # entries of y, parameters in c
@@ -164,7 +164,7 @@ class Plan:
     sizes: Sequence[Size] = ((10, 1000), (100, 100), (300, 100), (1000, 10), (1000, 1), (3000, 100))
     memory: Sequence[Size] = ((10, 1000), (3000, 100))
     ways_in_memory: Sequence[str] = tuple(way.name for way in ways())
-    limit: int = 900  # the whole run is stopped then
+    limit: int = 900  # the whole run is stopped after this time
 
 
 QUICK = Plan(1, ((6, 3), (3, 6)), ((6, 3),), ("batched", "reverse, pool"), 120)
@@ -248,7 +248,7 @@ def own_peak(name: str, size: Size, processes: int) -> int:
         ]
         before = {pid: status_bytes(pid, "VmRSS") for pid in everyone}
         for pid in everyone:
-            # puts the mark of the largest resident set back
+            # resets the mark of the largest resident set
             Path(f"/proc/{pid}/clear_refs").write_text("5")
         found = way.derivative(c, x, pool)
         peak = sum(max(0, status_bytes(pid, "VmHWM") - before[pid]) for pid in everyone)
@@ -269,7 +269,7 @@ def pool_for(way: Way, processes: int) -> Iterator[mpgrad.Pool | None]:
 
 
 def bench(plan: Plan, processes: int) -> list[Figure]:
-    torch.set_num_threads(1)  # as the workers have
+    torch.set_num_threads(1)  # as in the workers
     with mpgrad.Pool(processes) as pool:
         figures = list(bench_times(plan, pool))
     figures += bench_memory(plan, processes)
@@ -288,7 +288,7 @@ def command_line() -> argparse.ArgumentParser:
         "--repeats", type=at_least_1, metavar="N", help="timed rounds (default: 7, quick: 1)"
     )
     add_options(parser)
-    # what a fresh process is started with
+    # the arguments of a fresh process
     parser.add_argument("--peak-of", nargs=3, help=argparse.SUPPRESS)
     return parser
 

@@ -1,13 +1,13 @@
 """Runs many ragged, launch-bound simulations on one GPU: one after the other, with workers that
 share it, and with streams.
 
-A simulation of small tensors keeps a GPU idle: what takes time is Python, which launches kernel
-after kernel of a few microseconds each. Several processes launch side by side, each with an
-interpreter lock of its own; threads with streams share one. Here every simulation integrates an
-ensemble of Lorenz systems, of a size and for a number of steps of its own, and the loss is
-differentiated back to its parameters. Contenders take turns in a random order, every figure is the
-median over such rounds, and all have to give the serial loop's values and gradients, bit for bit,
-before anything is timed.
+A simulation of small tensors leaves a GPU idle, because the time is spent in Python, which launches
+one kernel of a few microseconds after another. Several processes launch side by side, each with its
+own interpreter lock, while threads with streams share one. Here every simulation integrates an
+ensemble of Lorenz systems with its own size and number of steps, and the loss is differentiated
+with respect to its parameters. Contenders take turns in a random order, and every figure is the
+median over such rounds. Before anything is timed, all must return the serial loop's values and
+gradients, bit for bit.
 
     simulations ──► | clock on ──► contender ──► values, gradients ──► synchronize ──► clock off |
 

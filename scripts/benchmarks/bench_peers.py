@@ -1,15 +1,15 @@
-"""Compares mpgrad with its peers: the same losses of N ragged tensors, and the gradients of all of
-them.
+"""Compares mpgrad with its peers, which compute the same losses of N ragged tensors and all their
+gradients.
 
 Peers cannot pass gradients between processes. So their tasks compute gradients by hand: one call
 runs forward and backward of several items in the worker, and returns losses and gradients as
 arrays. This is possible because the loss is a sum, so every item's incoming gradient is known
 beforehand. Peers that do not cut a map into chunks use those of multiprocessing.Pool, four per
-worker. All have the same number of workers of one intra-op thread, and stay warm.
+worker. All have the same number of workers with one intra-op thread, and stay warm.
 
-All give the serial loop's losses and gradients in each case before it is timed; then they take
-turns in a random order. The clock runs from tensors in the caller to losses and gradients in the
-caller. "the best serial" is the fastest serial loop of the case, whatever its threads.
+Before a case is timed, all must return the serial loop's losses and gradients. Then they take turns
+in a random order. The clock runs from tensors in the caller to losses and gradients in the caller.
+"the best serial" is the fastest serial loop of the case, with any number of threads.
 
     pip install '.[bench]'
     python scripts/benchmarks/bench_peers.py --picture peers.png      # about a quarter of an hour
@@ -78,7 +78,7 @@ EPILOG = (
 )
 
 KINDS = {"Python-bound": PYTHON, "op-bound": OP}
-CHUNKS = 4  # for each worker, as multiprocessing.Pool has it
+CHUNKS = 4  # for each worker, as in multiprocessing.Pool
 MIB = 2**20
 AHEAD = (">=", 1.0)
 TICKS = (0.35, 0.5, 0.7, 1, 1.4, 2)  # of the picture's speed-up
@@ -86,7 +86,7 @@ TICKS = (0.35, 0.5, 0.7, 1, 1.4, 2)  # of the picture's speed-up
 Map = Callable[[Callable[[Any], Any], Sequence[Any]], Sequence[Any]]
 
 
-# --- the systems: each gives what takes a function and a batch, until the `with` block ends
+# --- the systems: each yields a function of a function and a batch, for one `with` block
 
 Way = Callable[[Function, Batch], Outcome]
 

@@ -1,19 +1,20 @@
 """Measures how cost grows: the items per second that one parent can send and receive, and growth
 along every axis of a map.
 
-Dispatch: workers that answer at once, more of them than CPUs if need be, because it is the parent
-that is measured. Its threads share one interpreter lock, so its CPU seconds an item, p, bound the
-items a second by 1 / p on any machine. A worker has a cost of its own, w CPU seconds an item. So W
-workers with items of g seconds are at most min(g / (g + w), g / (W p)) busy, and are 80 % busy from
-this grain on:
+Dispatch: workers that answer at once, even more of them than CPUs, because this part measures the
+    parent. The parent's threads share one interpreter lock. So its CPU seconds per item, p, limit
+    the items per second to 1 / p on any machine. A worker has its own cost of w CPU seconds per
+    item. So W workers with items of g seconds are at most min(g / (g + w), g / (W p)) busy. They
+    are 80 % busy if items take at least
 
     g = max(0.8 W p, 4 w)
 
 Waiting: many more workers than CPUs, whose items only sleep. So all CPU time is the pool's own,
-whoever uses it: the caller, the workers or the system on their behalf.
+    whether the caller, the workers or the system use it.
 
-Growth: each point in a fresh process; seconds and peaks of memory; slopes of the last points in a
-log-log picture. 1 is linear; less than that is a fixed cost that still shows, 2 would be quadratic.
+Growth: seconds and peaks of memory, each point in a fresh process, and the slopes of the last
+    points in a log-log picture. A slope of 1 is linear, and 2 would be quadratic. Less than 1 means
+    that a fixed cost still shows.
 
     python scripts/benchmarks/bench_scaling.py --json scaling.json --picture scaling.png
 """
@@ -61,16 +62,16 @@ EPILOG = "exit status: 0 if everything was measured, 1 if the time is up, 2 for 
 
 RATE_AIM = (">=", 20_000.0)  # items a second
 SLOPE_AIM = ("<=", 1.15)
-LAST_POINTS = 3  # that a slope is fitted to: what comes before is mostly fixed cost
+LAST_POINTS = 3  # to which a slope is fitted; earlier points are mostly fixed cost
 MIB = 2**20
-ENOUGH_BYTES = 16 * MIB  # growth of memory below this is pages here and there
+ENOUGH_BYTES = 16 * MIB  # less growth of memory is only a few stray pages
 CROWDS = (16, 64, 256)  # workers whose grain is computed
 WAITED_MS = (100.0, 30.0, 10.0, 3.0)
 WAVES = 8  # items for each waiting worker, at least
 WAITED_SECONDS = 0.4  # of its items together, at least
 WAITING_FLOATS = 3
 POINT_LIMIT = 900  # seconds
-WORKERS = 2  # where it is growth that is measured
+WORKERS = 2  # for measuring growth
 FLOATS = 10  # of a tiny tensor
 MAPS_ITEMS = 3
 CAPTURES_ITEMS = 16
@@ -134,7 +135,7 @@ class Axis(NamedTuple):
     job: Job
     sizes: Sequence[int]
     what: str
-    bytes_each: int  # memory of everybody, roughly, for one more
+    bytes_each: int  # roughly, the memory of all processes for one more
 
 
 def decades(first: int, last: int) -> list[int]:
@@ -177,7 +178,8 @@ QUICK = Plan(
 
 
 class Costs(list[tuple[float, float, float]]):
-    """Of every round: wall, the parent's CPU seconds, the workers' CPU seconds; an item."""
+    """The wall time, the parent's CPU seconds and the workers' CPU seconds per item, for every
+    round."""
 
     def median(self, column: int) -> float:
         return statistics.median(row[column] for row in self)
@@ -319,8 +321,8 @@ def bench_growth(plan: Plan) -> Iterator[Sequence[Figure]]:
 
 
 def point(name: str, count: int, rounds: int) -> dict[str, float]:
-    """In a process that has done nothing before: seconds (the best of some rounds), peaks of memory
-    beyond the start's."""
+    """Return the seconds (the best of several rounds) and the peaks of memory above those at the
+    start. The process must have done nothing before."""
     with mpgrad.Pool(WORKERS, **sent(mpgrad.Pool)) as pool:
         AXES[name].job(pool, min(count, 10))
         before = peaks(pool)
@@ -435,7 +437,7 @@ def command_line() -> argparse.ArgumentParser:
         "--picture", type=picture_to_write, metavar="FILE", help="log-log, of growth"
     )
     add_options(parser)
-    # what a fresh process is started with
+    # the arguments of a fresh process
     parser.add_argument("--point", nargs=3, help=argparse.SUPPRESS)
     return parser
 

@@ -4,15 +4,15 @@ measures every row of that table.
 Contenders take turns in a random order, every figure is the median over such rounds, and ratios are
 taken within a round. Each contender that returns values and gradients is compared with the serial
 loop before it is timed. "over one backward" is the speed-up over the serial loop with one backward
-over all items; "over the best order" that over the faster of it and a backward right after each
-item.
+over all items. "over the best order" is the speed-up over the faster of this loop and the one with
+a backward right after each item.
 
     row ──► contenders checked ──► rounds of them in turns ──► figures ──► table, --json
 
-With --compare each row is measured with the code of another checkout, and right afterwards with
-this one's.
+With --compare each row is measured with the code of another checkout, and right afterwards with the
+code of this one.
 
-    python scripts/benchmarks/bench_speed.py                             # all rows, some 15 minutes
+    python scripts/benchmarks/bench_speed.py                           # all rows, about 15 minutes
     python scripts/benchmarks/bench_speed.py --rows tiny forward --compare ../older-checkout
     python scripts/benchmarks/bench_speed.py --rows memory --calls 1000000  # a long run
 """
@@ -103,17 +103,18 @@ EPILOG = (
 )
 
 TINY_AIMS = {"tiny": ("<=", 40.0), "forward": ("<=", 15.0)}  # microseconds an item
-# by grain in ms: how fast a pool without options is, as a share of as many loops that share nothing
+# by grain in ms: the speed of a pool without options, as a share of the speed of as many loops that
+# share nothing
 SHARE_AIMS = {10: 0.93, 1: 0.90, 0.3: 0.85, 0.1: 0.70}
 STEP_AIMS = {1: 31.0, 0.3: 25.0}  # microseconds of the caller, by grain in ms
 STEP_AIM = 1.07
 MANY_WORKERS = 64
-# microseconds of the caller, of workers
+# microseconds of the caller and of the workers
 LONE_AIMS = {"submit": (200.0, 80.0), "forward and backward": (450.0, 200.0)}
 LONE_AIM = 1.25
 OBJECT_AIMS = {"changed": ("<=", 1.0), "unchanged": ("<=", 0.8), "item": ("<=", 1.0)}
 TABLE_AIM, ARRAY_AIM = ("<=", 0.6), ("<=", 1.2)
-SUBMITS = 20  # with an unchanged table, in a round
+SUBMITS = 20  # in a round, with an unchanged table
 STILL = 4  # maps, after which an unchanged object is known to be unchanged
 LAYERS_AIMS = {3: 1.7, 1: 1.5, 0.3: 0.9}  # speed-ups by grain in ms
 START_AIM, FURTHER_AIM = ("<=", 1.15), ("<=", 50.0)
@@ -127,7 +128,7 @@ GRADIENTS: Mapping[str, Callable[[int], float]] = {  # of the losses of a map, b
     "another in each map": lambda number: 1.0 + number,
     "another every 10 maps": lambda number: 1.0 + number // 10,
 }
-CALLS = 50  # in a chunk of calls that go one by one
+CALLS = 50  # in a chunk of calls that are sent one by one
 CAPTURE_SECONDS = 5e-4  # of an item of the map with captures
 PARAMETERS = 64
 PROGRAM_LIMIT = 100  # seconds
@@ -142,7 +143,7 @@ class Plan:
     repeats: int = 9
     tiny_items: int = 1000
     work_seconds: float = 0.3  # of a serial run
-    maps: int = 20  # one after another, for what is learned from map to map
+    maps: int = 20  # one after another, because a pool learns from map to map
     huge_seconds: float = 1.0  # of a serial run of the huge map
     grains_ms: Sequence[float] = (10, 1, 0.3, 0.1)
     lone_calls: int = 300
@@ -157,11 +158,11 @@ class Plan:
     array_bytes: int = 1 << 30
     further_workers: int = 8
     idle_seconds: float = 10.0
-    megabytes: int = 64  # of a map whose peak of memory is looked at, one an item
-    # over which memory may grow: workers still warm up, and do so ten times as fast as over a
-    # million
+    megabytes: int = 64  # of a map whose peak of memory is measured, one per item
+    # The number of calls over which growth of memory is measured. Workers still warm up then, and
+    # grow ten times as fast as over a million calls.
     calls: int = 20_000
-    limit: int = 3000  # seconds; the whole run is stopped then
+    limit: int = 3000  # seconds, after which the whole run is stopped
 
 
 QUICK = Plan(
@@ -367,7 +368,7 @@ def cpu_of_step(run: Run, pool: mpgrad.Pool, items: Sequence[Tensor]) -> list[fl
 
 
 def bench_lone(pools: Pools, plan: Plan) -> Iterator[Figure]:
-    """Measure calls of which each is awaited before the next one."""
+    """Measure calls, each of which is awaited before the next one."""
     pool, leaf = pools["auto"], torch.ones(3, requires_grad=True)
     executor = concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
     ways: dict[str, Callable[[], object]] = {
@@ -467,7 +468,7 @@ def seconds_of_layers(call: Callable[[Any, Any], Any], layers: int, backward: bo
     return time.perf_counter() - started
 
 
-# --- what a pool learns of its losses
+# --- what a pool learns about its losses
 
 
 class Maps:
@@ -487,7 +488,7 @@ class Maps:
         self._number = itertools.count()  # of all maps so far
 
     def seconds(self, count: int) -> float:
-        """Return the mean seconds of so many maps with their backwards."""
+        """Return the mean seconds of `count` maps with their backwards."""
         batches = [batch_of(self._items) for _ in range(count)]
         began = time.perf_counter()
         for batch in batches:
@@ -637,7 +638,7 @@ class Captured:
 
 
 class ScriptPart(Part):
-    """Is the same in a class of the script, which is pickled by value."""
+    """The same part, in a class of the script, which is pickled by value."""
 
 
 def bench_objects(pools: Pools, plan: Plan) -> Iterator[Figure]:
@@ -751,7 +752,7 @@ def last_rate(parts: Sequence[Part]) -> float:
     return parts[-1].rate
 
 
-# --- processes, each time in a fresh program: no other fork server is warm, and nothing else idle
+# --- processes, each time in a fresh program, where no other fork server is warm or idle
 
 STARTED = """
 import time
@@ -875,7 +876,7 @@ def run_program(program: str, plan: Plan) -> Any:
     settings = [plan.processes, plan.further_workers, options, plan.idle_seconds, *counts]
     command = [sys.executable, "-c", STARTED + program, json.dumps(settings)]
     limit = PROGRAM_LIMIT + plan.calls / 1000
-    # else the program would import mpgrad from where this one was started
+    # otherwise the program would import mpgrad from the directory where this one was started
     folder = Path(mpgrad.__file__).parents[1]
     ended = subprocess.run(
         command, stdout=subprocess.PIPE, check=True, text=True, timeout=limit, cwd=folder
@@ -1041,7 +1042,7 @@ ROWS: dict[str, Callable[[Pools, Plan], Iterator[Figure]]] = {
 def bench(options: argparse.Namespace, plan: Plan) -> list[Figure]:
     torch.manual_seed(0)
     random.seed(0)
-    torch.set_num_threads(1)  # as the workers have
+    torch.set_num_threads(1)  # as in the workers
     figures, old = [], []
     with contextlib.ExitStack() as stack:
         pools = Pools(plan.processes, stack)

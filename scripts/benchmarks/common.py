@@ -1,9 +1,9 @@
 """Contains the parts that the benchmarks share: the clock, figures and their files, the description
 of the machine, and the limits of a run.
 
-Contenders take turns in a random order within a round, so that noise of the machine meets them all
-alike. A figure is the median over rounds, and a ratio is taken within a round. Assumes nothing of
-mpgrad, which this module does not import: scripts about other systems also use it.
+Contenders take turns in a random order within a round, so noise of the machine affects all of them
+equally. A figure is the median over rounds, and a ratio is taken within a round. This module does
+not import mpgrad, because scripts about other systems also use it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from typing import Any, TypeVar
 
 import psutil
 
-# mpgrad logs once for each tiny function that it is too cheap for a pool. That is measured here.
-# Older versions use other words.
+# mpgrad logs once for each tiny function that it is too cheap for a pool. Such functions are
+# measured here. Older versions use other words.
 logging.getLogger("mpgrad").addFilter(
     lambda record: not re.search("too cheap for|cost more to send", str(record.msg))
 )
@@ -100,7 +100,7 @@ def status_bytes(pid: int, name: str) -> int:
 
 @dataclass(frozen=True)
 class Figure:
-    """Is one number of a benchmark. If it has an aim, that is "<=" or ">=" and a value."""
+    """One number of a benchmark. Its aim, if it has one, is "<=" or ">=" and a value."""
 
     row: str
     name: str
@@ -194,8 +194,8 @@ def print_surroundings(around: Record) -> None:
 
 @contextlib.contextmanager
 def limited(seconds: int) -> Iterator[None]:
-    """Raise TimeoutError in the block after so many seconds. If the process does not leave the
-    block then, end it."""
+    """Raise TimeoutError in the block after this number of seconds. If the process does not leave
+    the block then, end it."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)

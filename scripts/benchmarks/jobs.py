@@ -1,5 +1,5 @@
-"""Contains the work of the benchmarks: small and large tensors, losses of a given length, loops
-with their backward.
+"""Contains the work of the benchmarks: small and large tensors, losses that take a given time,
+loops with their backward.
 
 The serial loop has two orders. One backward over all items is how a loop is usually written. A
 backward right after each item is faster if graphs are small, because they are still in the cache. A
@@ -76,7 +76,7 @@ def large_items(count: int, largest_bytes: int) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Work:
-    """Is a loss and a kind of item. Its `size` determines how long a call takes."""
+    """A loss and a kind of item. Its `size` determines how long a call takes."""
 
     name: str
     function: Callable[[int], Function]
@@ -99,7 +99,7 @@ def work_items(work: Work, seconds: float, total: float) -> tuple[Function, list
     """Return a function and items. Each item takes `seconds`, forward and backward, and all
     together take about `total`.
 
-    With 0 seconds the items are the cheapest there are.
+    With 0 seconds the items are as cheap as possible.
     """
     size = calibrated(work, seconds) if seconds else 1
     count = (
@@ -109,8 +109,8 @@ def work_items(work: Work, seconds: float, total: float) -> tuple[Function, list
 
 
 def calibrated(work: Work, seconds: float) -> int:
-    """Return the size at which a forward and its immediate backward take about so many seconds in
-    this process."""
+    """Return the size at which a forward and its immediate backward take about `seconds` in this
+    process."""
 
     def own_seconds(size: int) -> float:
         one = partial(backward_at_once, work.function(size))
@@ -129,7 +129,7 @@ def calibrated(work: Work, seconds: float) -> int:
 
 
 class Batch(NamedTuple):
-    """Is the input of one run: leaves that require gradients, and ones of the items' shapes."""
+    """The input of one run: leaves that require gradients, and ones of the items' shapes."""
 
     items: list[Tensor]
     ones: list[Tensor]
@@ -137,7 +137,7 @@ class Batch(NamedTuple):
 
 class Outcome(NamedTuple):
     values: Sequence[Tensor]
-    gradients: Sequence[Tensor | None]  # of the items; empty if only forward was asked for
+    gradients: Sequence[Tensor | None]  # of the items; empty if only forward ran
 
 
 Run = Callable[[Batch], Outcome]
@@ -160,14 +160,14 @@ def backward_with_ones(loop: Loop, function: Function, batch: Batch) -> Outcome:
 
 
 def one_backward(loop: Loop, function: Function, batch: Batch) -> Outcome:
-    """For losses."""
+    """Run one backward from the sum of all losses."""
     losses = loop(function, batch.items)
     torch.autograd.backward(torch.stack(tuple(losses)).sum())
     return Outcome(losses, [item.grad for item in batch.items])
 
 
 def backward_at_once(function: Function, batch: Batch) -> Outcome:
-    """For losses."""
+    """Run a backward right after each loss."""
     losses = []
     for item in batch.items:
         loss = function(item)
@@ -245,7 +245,7 @@ def loop_apart(pipe: Connection, run: Run, arrays: Sequence[Array]) -> None:
 Array = np.ndarray[Any, np.dtype[np.float32]]
 Pair = tuple[Array, Array]
 
-# Arrays in a store that several processes read cannot be written, and no code writes them.
+# Arrays in a store that several processes read are not writable, and no code writes to them.
 warnings.filterwarnings("ignore", "The given NumPy array is not writable")
 
 
@@ -312,7 +312,7 @@ def check(contenders: Mapping[str, Run], items: Sequence[Tensor]) -> None:
         for kind, given, right in zip(("value", "gradient"), outcome, expected, strict=True):
             try:
                 for one, wanted in zip(given, right, strict=True):
-                    assert one is not None and wanted is not None, "there is none"
+                    assert one is not None and wanted is not None, "a value is missing"
                     size = float(wanted.detach().abs().max()) if wanted.numel() else 0.0
                     torch.testing.assert_close(one, wanted, rtol=ROUNDING, atol=ROUNDING * size)
             except AssertionError as error:
@@ -325,7 +325,7 @@ def check(contenders: Mapping[str, Run], items: Sequence[Tensor]) -> None:
 
 
 class Part:
-    """Is one of many small parts of an object."""
+    """One of many small parts of an object."""
 
     def __init__(self, number: int) -> None:
         self.number = number

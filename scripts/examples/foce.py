@@ -1,12 +1,12 @@
-"""One infant's share of a population fit: first-order conditional estimation (FOCE) with
-interaction, differentiable.
+"""Computes one infant's share of a population fit, by first-order conditional estimation (FOCE)
+with interaction. It is differentiable.
 
 A population model gives each infant its own clearance and volume, drawn around those of the
 population by random effects `eta`, which are not observed. FOCE replaces the integral over them by
 its Laplace approximation at their most probable value, so an infant's objective holds a
 minimisation of its own. Infants differ in doses, samples and Newton steps, so they cannot be
-batched. Autograd through the steps would be slow, and exact only in the limit; `most_probable`
-gives autograd the implicit function theorem instead, which needs nothing but the optimum.
+batched. Autograd through the steps would be slow, and exact only in the limit. So `most_probable`
+uses the implicit function theorem for its derivative, which needs only the optimum.
 
     parameters ──┬──► most_probable(infant) ──► eta ──┐
                  │        Newton, no graph            ├──► objective(infant, parameters), a scalar
@@ -27,7 +27,7 @@ __all__ = ["estimates", "log_concentration", "most_probable", "objective", "scal
 LOW_APGAR = 5  # below it, the volume of distribution is 1 + th3 times as large
 
 NEWTON_STEPS = 100  # about 5 are needed; a saddle far from the optimum may take twenty
-# Newton squares the error at each step, so after a step this small only round-off is left.
+# Newton's method squares the error at each step, so after a step this small only round-off is left.
 STEP_ENOUGH = 1e-8
 ROUND_OFF = 1e-12  # relative; a smaller rise of the objective means nothing
 
@@ -143,7 +143,7 @@ class MostProbable(torch.autograd.Function):
 
 
 class Expansion(NamedTuple):
-    """Is `surprise` around one eta, to second order."""
+    """`surprise` around one eta, to second order."""
 
     value: Tensor
     gradient: Tensor

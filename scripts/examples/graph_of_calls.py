@@ -8,7 +8,7 @@ import torch
 import mpgrad
 
 torch.manual_seed(0)
-torch.set_num_threads(1)  # as each worker has
+torch.set_num_threads(1)  # as in each worker
 x = torch.randn(300, 300, dtype=torch.float64, requires_grad=True)
 
 
@@ -35,10 +35,10 @@ with mpgrad.Pool(2) as pool:
     future = run(pool.submit)
     handed_over = time.perf_counter() - began
     value = future.result()
-    # backward takes the same way back, the branches side by side again
+    # backward goes the same way back, again with the branches side by side
     (ours,) = torch.autograd.grad(value, x)
 
 right = run(lambda function, *arguments: function(*arguments))
 torch.testing.assert_close([value, ours], [right, *torch.autograd.grad(right, x)])
 print(f"4 calls submitted in {1e3 * handed_over:.1f} ms, before the first had ended")
-print(f"value {value:.6f}, norm of the gradient {ours.norm():.6f}: as the serial program has them")
+print(f"value {value:.6f}, norm of the gradient {ours.norm():.6f}: as in the serial program")

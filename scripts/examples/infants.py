@@ -56,7 +56,7 @@ class DataError(ValueError):
 
 @dataclass(frozen=True)
 class Line:
-    """Is one line of the file, which knows its position."""
+    """One line of the file, which knows its position."""
 
     path: Path
     number: int
@@ -89,7 +89,7 @@ class Line:
 
 
 class Event(NamedTuple):
-    """Is a dose (mg), or a sample with its concentration (mg/l). The other one is None."""
+    """A dose (mg), or a sample with its concentration (mg/l). The other field is None."""
 
     line: Line
     subject: int

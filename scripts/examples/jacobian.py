@@ -8,9 +8,9 @@ import torch
 import mpgrad
 
 torch.manual_seed(0)
-torch.set_num_threads(1)  # as each worker has
+torch.set_num_threads(1)  # as in each worker
 rates = torch.rand(4, dtype=torch.float64)
-# how much each has, at his own times
+# each patient's doses
 patients = [torch.rand(n, dtype=torch.float64) for n in (40, 5, 80, 20)]
 
 

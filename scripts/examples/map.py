@@ -8,10 +8,10 @@ import torch
 import mpgrad
 
 torch.manual_seed(0)
-torch.set_num_threads(1)  # as each worker has
+torch.set_num_threads(1)  # as in each worker
 # It is shared by all series. The function captures it, so it is not an argument.
 stiffness = torch.tensor(2.0, requires_grad=True)
-# ragged: they cannot be batched
+# their lengths differ, so they cannot be batched
 starts = [torch.randn(1 + n % 5, requires_grad=True) for n in range(16)]
 
 

@@ -5,10 +5,10 @@ over a pool.
                      ▲ each with its own Newton optimum inside                │
                      └───────────────── six parameters, captured ◄────────────┘
 
-Every infant has doses and samples of its own, at its own times: a slow differentiable loop that
-cannot be batched. The script fits it with the pool's gradients, sets the result beside NONMEM's,
-then evaluates the fit's whole path again, serially and with the pool in turns, and compares times
-and gradients. Data, model and reference: data/README.md.
+Every infant has its own doses and samples, at its own times. So this is a slow differentiable loop
+that cannot be batched. The script fits the model with the pool's gradients, and prints the result
+beside NONMEM's. Then it evaluates the fit's whole path again, serially and with the pool in turns,
+and compares times and gradients. data/README.md describes the data, the model and the reference.
 
     pip install '.[scripts]'
     python scripts/examples/phenobarbital.py --processes 2
@@ -94,8 +94,8 @@ class Comparison(NamedTuple):
 
     serial: list[Evaluation]
     pool: list[Evaluation]
-    # CPUs that others took during each of the serial ones (a cluster's workers would count as
-    # others)
+    # CPUs that other programs took during each serial evaluation (a cluster's workers would count
+    # as other programs)
     taken: list[float]
 
     @property
@@ -188,8 +188,8 @@ def compare(
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """The serial loop gets one intra-op thread, as each worker does; for tensors this small more
-    would be no faster."""
+    """Give the serial loop one intra-op thread, as each worker has. More would not be faster for
+    tensors this small."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -410,7 +410,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DataError as error:
         print(f"phenobarbital.py: {error}", file=sys.stderr)
         return 2
-    # its figures are for no other data
+    # NONMEM's figures are only for this data
     with_nonmem = DATA.exists() and options.data.read_bytes() == DATA.read_bytes()
     doses = sum(len(infant.doses) for infant in infants)
     samples = sum(len(infant.concentrations) for infant in infants)
@@ -453,7 +453,7 @@ def command_line() -> argparse.ArgumentParser:
         "--data",
         type=Path,
         default=DATA,
-        help="CSV file, as data/README.md has it (default: shipped)",
+        help="CSV file, as data/README.md describes it (default: shipped)",
     )
     parser.add_argument(
         "--output", type=picture, default="phenobarbital.png", help="picture (default: %(default)s)"

@@ -6,7 +6,7 @@ import torch
 import mpgrad
 
 torch.manual_seed(0)
-torch.set_num_threads(1)  # as each worker has
+torch.set_num_threads(1)  # as in each worker
 mean, log_scale = torch.zeros(3, requires_grad=True), torch.zeros(3, requires_grad=True)
 groups = [5 + torch.randn(1 + n % 7, 3) for n in range(200)]  # of different sizes
 decay = torch.tensor(0.9, requires_grad=True)
@@ -28,7 +28,7 @@ def serial_fold(average, groups):
 
 
 with mpgrad.Pool() as pool:
-    # workers add up; one small tensor comes back from each
+    # workers add up, and each returns one small tensor
     total = pool.map_reduce(log_likelihood, groups, "sum")
     found = torch.autograd.grad(total, [mean, log_scale])
     # one fold for each start, side by side
@@ -43,6 +43,6 @@ torch.testing.assert_close(
 )
 print(f"log-likelihood {total:.1f}, its gradient to the mean {found[0].numpy().round(1)}")
 print(
-    f"moving average {averages[0].detach().numpy().round(3)}: all as the serial loop has it, "
-    "gradients too"
+    f"moving average {averages[0].detach().numpy().round(3)}: all as in the serial loop, "
+    "including gradients"
 )

@@ -1,14 +1,15 @@
 """Trains one model in three ways: in one process, with `mpgrad.nn.DataParallel`, and with
 DistributedDataParallel over gloo.
 
-PyTorch's answer on CPUs is DistributedDataParallel: the whole script in every process, each with
-its own copy of the model, gradients exchanged while backward runs. `mpgrad.nn.DataParallel` leaves
-the script as it is and wraps the model. Which is faster is measured here, and that both train the
-same model is checked: a small convolutional network learns scikit-learn's digits by SGD from the
-same parameters on the same batches, and every batch's loss has to be that of one process, to
-rounding. The loss is a sum over images, so that gradients of parts add up to those of the whole;
-DistributedDataParallel takes their mean, and gets each loss times the number of processes. All ways
-stay alive and take turns, an epoch each, in a random order.
+PyTorch's answer on CPUs is DistributedDataParallel. It runs the whole script in every process, each
+with its own copy of the model, and exchanges gradients while backward runs.
+`mpgrad.nn.DataParallel` leaves the script as it is and wraps the model. This script measures which
+is faster, and checks that both train the same model. A small convolutional network learns
+scikit-learn's digits by SGD from the same parameters on the same batches, and every batch's loss
+must equal that of one process, up to rounding. The loss is a sum over images, so the gradients of
+parts add up to those of the whole. DistributedDataParallel takes the mean of gradients, so it gets
+each loss times the number of processes. All ways stay alive and take turns, one epoch each, in a
+random order.
 
     rows of a batch ──► model ──► logits ──► sum of losses          one process, on one thread
         ├── first part  ──► worker 0 ─┐                             or on several
@@ -56,16 +57,17 @@ EPILOG = (
     "or without scikit-learn"
 )
 
-# Of a batch's loss, relative. Single precision rounds to 6e-8, and in the default run that had
-# become 4e-7 at most; gradients wrong by a thousandth show in the quick run's second epoch as 6e-5.
-# The network has to be smooth for the two to stay apart: with ReLU and max-pooling a first
-# difference of 1e-7 had grown to 1e-2 after 15 epochs.
+# The largest relative difference of a batch's loss. Single precision rounds to 6e-8, which grew to
+# at most 4e-7 in the default run. Gradients that are wrong by a thousandth show as 6e-5 in the
+# quick run's second epoch. The network must be smooth for the two to stay apart: with ReLU and
+# max-pooling, a first difference of 1e-7 grew to 1e-2 after 15 epochs.
 TOLERANCE = 1e-5
 
 TEST_IMAGES = 360  # the last fifth of 1,797
 BRIGHTEST = 16.0  # of a pixel
-TO_END = 30.0  # seconds that a process has for it
-RATE, MOMENTUM = 0.05, 0.9  # rate for the mean over a batch: the sum's is divided by its size
+TO_END = 30.0  # seconds that a process gets to end
+# The rate is for the mean over a batch. For the sum it is divided by the batch's size.
+RATE, MOMENTUM = 0.05, 0.9
 Record = dict[str, Any]
 Losses = list[float]  # one per batch, each summed over the batch's images
 
@@ -127,7 +129,7 @@ def network(width: int) -> nn.Module:
         nn.Linear(4 * width, 10),
     )
     for layer in layers:
-        # with PyTorch's own, nothing is learned for five epochs
+        # with PyTorch's own initialization, the network learns nothing for five epochs
         if isinstance(layer, (nn.Conv2d, nn.Linear)):
             nn.init.kaiming_normal_(layer.weight)
     return layers
@@ -161,7 +163,7 @@ class Training:
     def epoch(self, number: int) -> Losses:
         losses = []
         for rows in torch.split(shuffled(len(self.digits.labels), number), self.plan.batch):
-            # possibly no image of a short last batch, whose sum is zero
+            # the share of a short last batch may have no image, and then its sum is zero
             own = rows.tensor_split(self.share.parts)[self.share.part]
             self.optimizer.zero_grad()
             logits = self.model(self.digits.images[own])
@@ -208,7 +210,7 @@ def over_workers(digits: Digits, plan: Plan, perturb: float) -> Iterator[Way]:
         yield Way(f"mpgrad, {plan.processes} workers", training.epoch, training.accuracy)
 
 
-# --- processes that wait for questions and answer each, until the connection is closed
+# --- processes that answer questions until the connection is closed
 
 
 @contextlib.contextmanager
@@ -244,7 +246,7 @@ def answers(connections: list[Connection[Any, Any]], questions: Iterable[int | s
             connection.send(question)
         return [connection.recv() for connection in connections]
     except (EOFError, ConnectionError):
-        raise EndedError("a rank ended before its time; it says above why") from None
+        raise EndedError("a rank ended too early; its error is above") from None
 
 
 def received(connection: Connection[Any, Any]) -> Any:
@@ -254,7 +256,7 @@ def received(connection: Connection[Any, Any]) -> Any:
         return None
 
 
-# --- ranks: processes that each run the training, as DistributedDataParallel has it
+# --- ranks: processes that each run the training, as DistributedDataParallel requires
 
 
 @contextlib.contextmanager
@@ -372,7 +374,7 @@ def print_table(rows: Sequence[Record]) -> None:
         "medians; speed-up: over the first within a round; of gloo: speed over gloo's within a "
         "round"
     )
-    print("difference: of a batch's loss, from the first's, relative, largest")
+    print("difference: the largest relative difference of a batch's loss from the first's")
 
 
 def command_line() -> argparse.ArgumentParser:
@@ -422,7 +424,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print_surroundings(around)
     print(
         f"{plan.epochs} epochs in batches of {plan.batch}, width {plan.width}; one thread a "
-        "process but where it says more"
+        "process, unless stated otherwise"
     )
     rows = [result.record(one=results[0], gloo=results[-1]) for result in results]
     print_table(rows)

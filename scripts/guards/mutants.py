@@ -1,10 +1,11 @@
-"""Mutants: faults that are planted one at a time. Some test must notice each of them.
+"""Plants faults (mutants) one at a time. A test must notice each of them.
 
     python scripts/guards/mutants.py [--only WORD ...] [--out FILE.json]
 
-The mutants are in `mutants.txt`. Each runs in a copy of what git tracks. Its text must be found
-once in `mpgrad/` or `workers/`, in any file. First, all tests must pass in a copy without a fault.
-Tests that take too long have noticed. The exit code is 1 if a mutant survives, or is not found.
+The mutants are in `mutants.txt`. Each runs in a copy of what git tracks. Its text must appear
+exactly once in `mpgrad/` and `workers/`. First, all tests must pass in a copy without a fault.
+Tests that take too long count as having noticed the fault. The exit code is 1 if a mutant survives,
+or is not found.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class Mutant(NamedTuple):
 
 
 def mutants_in(text: str) -> list[Mutant]:
-    """Read paragraphs with lines that go (-), lines that come instead (+), and tests (?); # begins
-    a comment."""
+    """Read paragraphs with removed lines (-), lines that replace them (+), and tests (?). A #
+    begins a comment."""
     found = []
     for paragraph in text.split("\n\n"):
         lines = [line for line in paragraph.splitlines() if line[:2] in ("- ", "+ ", "? ")]

@@ -1,10 +1,10 @@
-"""Faults that are planted in the scheduler one at a time: the simulation must find each of them.
+"""Plants faults in the scheduler one at a time. The simulation must find each of them.
 
     python scripts/guards/planted_faults.py [--only WORD ...] [--histories 10000]
 
-The faults are in `planted_faults.txt`, in the form of `mutants.txt`, with a name in the place of
-tests. Each runs in a copy of what git tracks. The script prints after how many histories the fault
-was found, and by which check. The exit code is 1 if one is not found.
+The faults are in `planted_faults.txt`, in the form of `mutants.txt`, with a name in place of tests.
+Each runs in a copy of what git tracks. The script prints after how many histories and by which
+check the fault was found. The exit code is 1 if a fault is not found.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def found_by(fault: Mutant, histories: int, tree: Path) -> tuple[bool, str]:
     with tempfile.TemporaryDirectory() as folder:
         copy = copy_of(tree, Path(folder))
         if plant(copy, fault) is None:
-            return False, f"its text is in {len(places(copy, fault.old))} places"
+            return False, f"its text appears {len(places(copy, fault.old))} times"
         command = [sys.executable, "scripts/guards/simulate.py", "--histories", str(histories)]
         environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
         ended = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)

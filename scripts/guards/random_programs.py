@@ -1,12 +1,13 @@
-"""Random programs: two versions of mpgrad must give the same values and gradients, bit for bit.
+"""Runs random programs, for which two versions of mpgrad must return the same values and gradients,
+bit for bit.
 
     python scripts/guards/random_programs.py --against /path/to/another/checkout --programs 200
 
-A seed makes a program against the public interface: options of a pool, steps that use what earlier
-steps have made, and derivatives. Most programs compute with whole numbers in float64. Sums of these
-are exact, so the order in which gradients are added does not matter, and the serial loop must also
-give the same bits. Other programs compute with real numbers, and only what docs/guarantees.md
-promises bit for bit: a deterministic pool, where each item uses a capture once.
+A seed determines a program that uses the public interface: options of a pool, steps that use the
+results of earlier steps, and derivatives. Most programs compute with whole numbers in float64.
+Their sums are exact, so the order in which gradients are added does not matter, and the serial loop
+must also return the same bits. Other programs compute with real numbers. They use only what
+docs/guarantees.md promises bit for bit: a deterministic pool, where each item uses a capture once.
 
 Each version has one process for all programs, with its tree as PYTHONPATH (`--serve`). It reads
 seeds and answers each with a line of JSON. The exit code is 1 after the first program that differs,
@@ -118,7 +119,7 @@ def numbers_in(value: Any) -> list[Tensor]:
 class Task:
     """A random composition of operations, the same for the same seed.
 
-    Its traits: it may raise, draw random numbers, kill its worker once, or return a loss.
+    A task may raise, draw random numbers, kill its worker once, or return a loss.
     """
 
     def __init__(
@@ -226,8 +227,7 @@ LOOP = Loop()
 
 
 class Entry(NamedTuple):
-    """A recorded value: which it is, its type, a digest of its bytes, and what can be read of
-    it."""
+    """A recorded value: its label, its type, a digest of its bytes, and a readable text."""
 
     label: str
     kind: str
@@ -237,12 +237,12 @@ class Entry(NamedTuple):
 
 def entry(label: str, value: Any) -> Entry:
     if isinstance(value, Exception):
-        shown = f"{value}" if isinstance(value, ValueError) else ""  # other texts may get better
+        shown = f"{value}" if isinstance(value, ValueError) else ""  # other texts may be improved
         return Entry(label, type(value).__name__, shown, shown)
     if not isinstance(value, Tensor):
         return Entry(label, type(value).__name__, repr(value), repr(value))
     kind = f"{value.dtype} {[*value.shape]}"
-    plain = value.detach().reshape(-1) + 0  # which makes -0.0 a 0.0
+    plain = value.detach().reshape(-1) + 0  # this turns -0.0 into 0.0
     if plain.dtype == torch.float64 and plain.numel() and plain.abs().max() > EXACT:
         return Entry(label, kind, "too large to be exact", "")
     digest = hashlib.sha256(plain.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
@@ -250,8 +250,8 @@ def entry(label: str, value: Any) -> Entry:
 
 
 class Program:
-    """A program of whole numbers. `allowed` are traits of its tasks; `is_alone`: no other thread
-    runs one."""
+    """A program of whole numbers. `allowed` are traits of its tasks. If it `is_alone`, no other
+    thread runs one."""
 
     def __init__(self, seed: int, calls: Any, allowed: dict[str, Any], is_alone: bool) -> None:
         self.choose, self.calls, self.allowed, self.is_alone = (
@@ -266,7 +266,7 @@ class Program:
         self.leaves = [torch.randint(-3, 4, shape, generator=numbers).double() for shape in shapes]
         for leaf in self.leaves:
             leaf.requires_grad_(self.choose.random() < 0.8)
-        self.made = [*self.leaves]  # what later steps use
+        self.made = [*self.leaves]  # values for later steps
 
     def run(self) -> list[Entry]:
         steps = [self.map, self.map, self.imap, self.graph, self.reduce, self.train]
@@ -283,7 +283,7 @@ class Program:
         self.record += [entry(f"{label} [{number}]", each) for number, each in enumerate(leaves)]
 
     def attempt(self, label: str, step: Callable[..., Any], *given: Any, **options: Any) -> Any:
-        """Note the result of a step, or what it raises; later steps use the result."""
+        """Note the result of a step, or its exception. Later steps use the result."""
         try:
             found = step(*given, **options)
         except Exception as error:
@@ -348,7 +348,7 @@ class Program:
         def collected() -> list[Any]:
             return [*self.calls.imap(task, iter(items), size)]
 
-        def added() -> Any:  # as any of them may come first
+        def added() -> Any:  # the order of the results is not fixed
             return sum(
                 each.sum() for each in numbers_in([*self.calls.imap_unordered(task, items, size)])
             )
@@ -384,8 +384,8 @@ class Program:
         )
 
     def train(self, label: str) -> None:
-        """Take losses whose gradients are mostly alike, as a pool predicts them, and change a
-        parameter between."""
+        """Differentiate losses whose gradients are mostly the same, because a pool predicts them,
+        and change a parameter in between."""
         choose, weight = self.choose, self.some(1)[0].detach().clone().requires_grad_()
         leaves = [weight]
 
@@ -439,8 +439,8 @@ class Program:
             self.note(label, error)
 
     def backward(self) -> None:
-        """Take derivatives of a random kind. A pool's results may have histories that lead nowhere:
-        what is chosen does not depend on that.
+        """Take derivatives of a random kind. A pool's results may have histories that lead nowhere,
+        and the choice does not depend on that.
         """
         choose, inputs = self.choose, [each for each in self.leaves if each.requires_grad]
         chosen = [each for each in self.made if choose.random() < 0.7]
@@ -519,7 +519,7 @@ def real_program(seed: int, calls: Any) -> list[Entry]:
 
 
 def options_of(seed: int) -> dict[str, Any]:
-    """The options of the pool that runs this program, and those of the seeds around it."""
+    """Return the options of the pool that runs this program and those of the neighbouring seeds."""
     choose = random.Random(f"pool {seed // PROGRAMS_OF_A_POOL}")
     return {
         "processes": choose.randrange(1, 4),
@@ -533,8 +533,8 @@ def options_of(seed: int) -> dict[str, Any]:
 
 
 def run_program(seed: int, pool: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Run the program of a seed on a pool and on the loop: what it found, and where the two
-    disagree first."""
+    """Run the program of a seed on a pool and on the loop. Return what it found, and where the two
+    first disagree."""
     choose = random.Random(f"program {seed}")
     is_real = options["deterministic"] and choose.random() < 0.5
     threads = choose.choice([1, 1, 1, 3])
@@ -565,7 +565,7 @@ def run_program(seed: int, pool: Any, options: dict[str, Any]) -> dict[str, Any]
 def first_difference(
     ours: Sequence[Any], theirs: Sequence[Any], zeros_are_none: bool = False
 ) -> Any:
-    """The first two entries that differ, or None."""
+    """Return the first two entries that differ, or None."""
     for one, other in zip(ours, theirs, strict=False):
         unused = {"None", "zeros"} >= {one[3], other[3]} and zeros_are_none
         if list(one) != list(other) and not unused:
@@ -590,7 +590,7 @@ def serve(planted: str) -> None:
     exec(planted, {"mpgrad": mpgrad})
     known = inspect.signature(mpgrad.Pool).parameters
     options: dict[str, Any] = {}
-    # the first is there so that others start in milliseconds
+    # the first pool stays open, so that others start in milliseconds
     with mpgrad.Pool(1), contextlib.ExitStack() as stack:
         for line in sys.stdin:
             faulthandler.dump_traceback_later(SECONDS, exit=True)
@@ -605,7 +605,7 @@ def serve(planted: str) -> None:
 
 
 class Version:
-    """A tree, and the process that runs programs with it. `planted` is a statement that spoils it,
+    """A tree, and the process that runs programs with it. `planted` is a statement that breaks it,
     for tests."""
 
     def __init__(self, tree: Path, planted: str = "") -> None:
@@ -639,7 +639,7 @@ class Version:
 
 
 def compare(versions: Sequence[Version], seeds: Sequence[int]) -> int:
-    """Run the programs of all seeds, and print the first difference; the exit code."""
+    """Run the programs of all seeds, and print the first difference. Return the exit code."""
     values, start = 0, time.monotonic()
     for seed in seeds:
         for version in versions:

@@ -1,11 +1,11 @@
-"""Simulated histories of the scheduler, as many as there is time for.
+"""Checks simulated histories of the scheduler, as many as you have time for.
 
     python scripts/guards/simulate.py --histories 1000000 [--seed N] [--processes 2]
     python scripts/guards/simulate.py --replay SEED
 
-The history of each seed from `--seed` on is checked (see `tests/simulation`). For the first fault
-it prints the seed, the check that failed and the shortest history that still fails it, and exits
-with 1. `--replay` prints one history, whole if nothing fails.
+It checks the history of each seed, starting with `--seed` (see `tests/simulation`). For the first
+fault it prints the seed, the check that failed and the shortest history that still fails it, and
+exits with 1. `--replay` prints one history, which is whole if nothing fails.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "simulation"))
 
 from history import Fault, History, fault_in, in_words, program_of, shortest
 
-AT_ONCE = 500  # histories, between two checks whether another process has found a fault
+AT_ONCE = 500  # histories between two checks of whether another process has found a fault
 
 
 def faulty_seed(seeds: range) -> int | None:

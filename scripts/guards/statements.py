@@ -1,4 +1,4 @@
-"""How many statements each part of the package has; docstrings do not count.
+"""Counts the statements of each part of the package, without docstrings.
 
 python scripts/guards/statements.py [ROOT]
 """
@@ -27,7 +27,7 @@ def statements_in(text: str) -> int:
 
 
 def counted(root: Path) -> Counter[str]:
-    """The statements by package, or by module beside the packages."""
+    """Count the statements by package, or by module for modules outside of packages."""
     found: Counter[str] = Counter()
     for folder in (root / "mpgrad", root / "workers"):
         for file in sorted(folder.rglob("*.py")):

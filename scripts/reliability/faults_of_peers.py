@@ -2,8 +2,8 @@
 same code.
 
 Peers are torch.multiprocessing.Pool, concurrent.futures.ProcessPoolExecutor and joblib with loky.
-All run as they come: their own start method, chunks and number of retries. Each fault gets a fresh
-process per peer, and a time limit, so that a hang is a result like any other.
+All run with their default start method, chunks and number of retries. Each fault gets a fresh
+process per peer and a time limit, so a hang is also a result.
 
     this process ──► fresh process: start ──► fault ──► next map ──► what came, as a line of output
          └── waits for the line; what takes longer than the limit "hangs", and is killed
@@ -159,7 +159,7 @@ def own_pid(item: int) -> int:
 
 
 def stuck_once(folder: Path, item: Item) -> Tensor:
-    """The victim's first run never ends by itself."""
+    """Double the item. The victim's first run never ends by itself."""
     if item[0] == VICTIM and not (folder / "pid").exists():
         leave_word(folder, "pid")
         time.sleep(LONG_CALL)
@@ -435,7 +435,7 @@ def command_line() -> argparse.ArgumentParser:
         type=at_least_1,
         default=15,
         metavar="SECONDS",
-        help="what takes longer hangs (default: 15)",
+        help="a case that takes longer hangs (default: 15)",
     )
     return parser
 

@@ -1,4 +1,5 @@
-"""Packages that people use with PyTorch, in a pool: losses and gradients as in the serial loop.
+"""Runs packages that people use with PyTorch in a pool, and compares losses and gradients with the
+serial loop.
 
 Each package is used as its documentation shows it, in up to three situations:
 
@@ -7,12 +8,12 @@ Each package is used as its documentation shows it, in up to three situations:
     objects     items are objects of the package, or results
 
 Each situation is mapped three times, in one pool and in one executor: twice as it is, and once
-more after a change of what is captured. Every map has to give what the loop gives: losses and the
-gradients of items bit for bit, gradients of captures up to rounding. The leaves that get gradients
-are those that autograd finds behind the loop's losses, so none can be forgotten.
+after the captured objects have changed. Every map must agree with the loop. Losses and the
+gradients of items must be equal bit for bit, and gradients of captures up to rounding. The leaves
+that get gradients are those that autograd finds behind the loop's losses, so none can be forgotten.
 
-What mpgrad refuses on purpose is "refused", with its message. Whatever else a map raises counts as
-a difference. Packages that are not installed are left out.
+A situation that mpgrad refuses on purpose is "refused", with the message. Any other error of a map
+counts as a difference. Packages that are not installed are left out.
 
     python scripts/reliability/real_packages.py --packages gpytorch tensordict
 """
@@ -41,7 +42,7 @@ from common import print_surroundings, surroundings
 import mpgrad
 
 EPILOG = (
-    "exit status: 0 if all that is installed gives what the loop gives, or is refused on purpose, "
+    "exit status: 0 if all installed packages agree with the loop, or are refused on purpose, "
     "1 if anything differs, 2 for wrong arguments"
 )
 
@@ -82,7 +83,7 @@ PACKAGES: dict[str, tuple[Package, Sequence[str]]] = {}
 
 
 def package(name: str, *modules: str) -> Callable[[Package], Package]:
-    """The decorated function is given these modules; without any, the one of the package's
+    """Decorate a function that gets these modules, or by default the module with the package's
     name."""
 
     def add(made: Package) -> Package:
@@ -101,7 +102,7 @@ def leaves(*shape: int) -> list[Tensor]:
 
 
 def nudge(*captured: Tensor | nn.Module) -> Callable[[], None]:
-    """What an optimizer does."""
+    """Return a function that changes the captures as an optimizer does."""
 
     @torch.no_grad()
     def change() -> None:
@@ -802,7 +803,7 @@ def wrappers(wrapt: Any) -> Situations:
     def scaled(x: Tensor) -> Tensor:
         return (x * weight).sum()
 
-    # wrapt lets nobody pickle what it wraps
+    # wrapt does not allow pickling of the objects that it wraps
     yield Situation("function", scaled, leaves(3), nudge(weight), refused="must define __reduce")
 
 
@@ -963,7 +964,8 @@ def progress(tqdm: Any) -> Situations:
 
 
 class Found(NamedTuple):
-    """What a map or the loop gives: losses, and gradients of all leaves behind the loop's."""
+    """The results of a map or of the loop: losses, and gradients of all leaves behind the loop's
+    losses."""
 
     losses: list[Tensor]
     gradients: list[Tensor | None]
@@ -974,7 +976,7 @@ def losses_of(situation: Situation, results: Iterable[Any]) -> list[Tensor]:
 
 
 def backward(losses: list[Tensor], leaves: Iterable[Tensor]) -> Found:
-    """A backward of everything: gradients of chosen tensors would not show that others are
+    """Run a backward from everything. Gradients of chosen tensors would not show that others are
     lost."""
     for each in leaves:
         each.grad = None
@@ -985,7 +987,7 @@ def backward(losses: list[Tensor], leaves: Iterable[Tensor]) -> Found:
 
 
 def leaves_behind(loss: Tensor) -> dict[int, Tensor]:
-    """All leaves that autograd finds from there, by their id."""
+    """Return all leaves that autograd finds behind the loss, by their id."""
     found, seen, nodes = {}, set(), [loss.grad_fn]
     while nodes:
         node = nodes.pop()
@@ -999,7 +1001,7 @@ def leaves_behind(loss: Tensor) -> dict[int, Tensor]:
 
 
 def difference(situation: Situation, mapped: Callable[..., Iterable[Any]]) -> str:
-    """Between a map and the loop; empty if there is none."""
+    """Describe the difference between a map and the loop; return "" if there is none."""
     losses = losses_of(situation, map(situation.function, situation.items))
     behind = [leaves_behind(loss) for loss in losses]
     leaves = {key: each for one in behind for key, each in one.items()}
@@ -1029,7 +1031,7 @@ def is_equal(mine: Tensor | None, other: Tensor | None, rounding: float) -> bool
 
 
 def verdict(situation: Situation, mapped: Callable[..., Iterable[Any]]) -> str:
-    """What came of three maps, the last one after the change."""
+    """Describe the outcome of three maps, the last one after the change."""
     for number, state in enumerate(("first", "unchanged", "changed")):
         if number == 2:
             situation.change()
@@ -1045,7 +1047,7 @@ def verdict(situation: Situation, mapped: Callable[..., Iterable[Any]]) -> str:
 
 
 def rows_of(name: str, pool: mpgrad.Pool, executor: mpgrad.Executor) -> Iterator[Sequence[str]]:
-    """A situation, who mapped, and what came."""
+    """Yield the situation, what mapped it, and the outcome."""
     made, modules = PACKAGES[name]
     for situation in made(*map(importlib.import_module, modules)):
         yield situation.kind, "Pool", verdict(situation, pool.map)
@@ -1068,8 +1070,8 @@ def command_line() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = command_line().parse_args(arguments)
-    warnings.simplefilter("ignore")  # of the packages
-    torch.set_num_threads(1)  # as workers: else last bits of sums differ
+    warnings.simplefilter("ignore")  # these come from the packages
+    torch.set_num_threads(1)  # as in workers; otherwise the last bits of sums differ
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     print_surroundings(surroundings(PROCESSES))

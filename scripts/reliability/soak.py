@@ -1,20 +1,20 @@
 """Trains a small model in a pool whose workers are hurt all the time, and then in a pool whose
 workers are left alone.
 
-Every step maps an encoder over ragged items and a head over what came out, with dropout; every few
-steps a penalty on the gradients of the items makes it second order. Both runs have to end with the
-same parameters, bit for bit. Meanwhile a thread takes a random worker at random moments, several
-within a millisecond at times, and
+Every step maps an encoder over ragged items, and a head over the encoder's results, with dropout.
+In every few steps, a penalty on the gradients of the items makes it second order. Both runs must
+end with the same parameters, bit for bit. During the first run a thread takes a random worker at
+random moments, sometimes several within a millisecond, and
 
     kills it (SIGKILL)                  its calls go to others, another worker takes its place
-    stops it (SIGSTOP)                  nobody sees that, until a call exceeds the pool's timeout:
-                                        then likewise
+    stops it (SIGSTOP)                  this goes unnoticed until a call exceeds the pool's timeout:
+                                        then the same
     slows it down (SIGSTOP, and soon    it goes on, unless it was slow for longer than the timeout
     SIGCONT)
 
-A step that takes longer than a minute counts as a hang and ends the run. So do injuries that follow
-each other faster than workers can start (0.05 s each, on a busy machine 0.5 s): then nothing is
-left that could get a step done.
+A step that takes longer than a minute counts as a hang and ends the run. Injuries that follow each
+other faster than workers can start (0.05 s each, on a busy machine 0.5 s) also end it, because then
+no workers are left that could finish a step.
 
     python scripts/reliability/soak.py --kills 1000 --seconds 600
 """
@@ -64,12 +64,13 @@ FEATURES, HIDDEN = 6, 16
 LENGTHS = (3, 60)  # of most items, which are inline in a message
 LONG = 1200  # of a few, which are stored in shared memory
 SECOND_ORDER_EVERY = 4  # steps
-# steps, after which memory, descriptors and threads are first looked at, and injuries begin
+# the number of steps after which memory, descriptors and threads are first measured, and injuries
+# begin
 WARM_UP = 5
 ALL_RETRIES = 10**6
 
 INJURIES = {"kill": 0.85, "stop": 0.05, "slow": 0.10}  # how likely each is
-SHARE_OF_BURSTS = 0.1  # of the gaps between injuries are next to nothing
+SHARE_OF_BURSTS = 0.1  # of the gaps between injuries are very short
 BURST_GAP = 1e-3  # seconds
 LONGEST_SLOW = 0.2  # seconds
 PATIENCE = 10.0  # seconds for all workers to run again
@@ -119,7 +120,7 @@ class Training:
         self.model = Model()
         self.data = data()
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-3)
-        # of the parameters after each step, to find the first one that differs
+        # marks of the parameters after each step, to find the first step that differs
         self.marks: list[str] = []
 
     def step(self) -> float:
@@ -159,7 +160,7 @@ def perturb(model: nn.Module) -> None:
         entry.copy_(torch.nextafter(entry, torch.full_like(entry, math.inf)))
 
 
-# --- who hurts it
+# --- the thread that hurts it
 
 
 class Slowed(NamedTuple):
@@ -178,7 +179,7 @@ class Harm:
 
 
 class Tormentor:
-    """A thread that hurts the pool's workers until it has killed enough, or is told to stop.
+    """A thread that hurts the pool's workers until it has killed enough of them, or is stopped.
 
     It has its own random numbers, so that training does not depend on it. It reads the state of the
     pool from `Pool.stats`.
@@ -189,7 +190,7 @@ class Tormentor:
         self._pool = pool
         self._plan = plan
         self._random = random.Random(plan.seed)
-        # by number, until the pool has seen its death: whether it was only stopped
+        # for each worker whose death the pool has not noticed yet: whether it was only stopped
         self._doomed: dict[int, bool] = {}
         self._slowed: list[Slowed] = []
         self._over = threading.Event()
@@ -261,7 +262,7 @@ class Tormentor:
                 until = time.monotonic() + self._random.uniform(0.0, LONGEST_SLOW)
                 self._slowed.append(Slowed(number, until, os.dup(descriptor)))
                 return
-            if injury == "stop":  # for good: what slowed it down before may not wake it
+            if injury == "stop":  # permanently, so an earlier slow-down must not wake it
                 self._release(lambda slowed: slowed.number == number, wake=False)
             self._doomed[number] = injury == "stop"
             if injury == "kill":
@@ -287,11 +288,11 @@ class Tormentor:
 
 @contextlib.contextmanager
 def held(pid: int) -> Iterator[int]:
-    """A descriptor of a worker's process: its number may be given to a stranger as soon as it is
-    gone.
+    """Yield a descriptor of a worker's process, because its number may be given to another process
+    as soon as it has ended.
 
     Raises:
-        ProcessLookupError: it is.
+        ProcessLookupError: the process has ended.
     """
     descriptor = os.pidfd_open(pid)
     try:
@@ -525,7 +526,7 @@ def soak(plan: Plan) -> Record:
         f"{ITEMS} items a step; an injury every {plan.gap:g} s or so, a timeout of "
         f"{plan.timeout:g} s, seed {plan.seed}"
     )
-    torch.set_num_threads(1)  # as the workers have
+    torch.set_num_threads(1)  # as in the workers
     gentle = replace(plan, perturb=None)
     hurt = injured(gentle)
     whole = undisturbed(plan, len(hurt.marks)) if hurt.error is None else Run()

@@ -8,6 +8,7 @@ import functools
 import linecache
 import logging
 import math
+import multiprocessing
 import os
 import pickle
 import signal
@@ -592,3 +593,130 @@ def test_after_the_with_block(fork_server: mpgrad.Pool) -> None:
     with pytest.raises(mpgrad.PoolClosedError, match="inside the with block"):
         pool.map(abs, [1])
     assert "terminate" in str(mpgrad.Pool.__exit__.__doc__)
+
+
+def test_the_item_that_killed_is_named(fresh_pool: mpgrad.Pool) -> None:
+    # symptom: item 0 was blamed. cause: the calls before it in its chunk failed too, each with an
+    # error of its own.
+    with pytest.raises(mpgrad.WorkerDiedError, match=r"phase: forward, item 3\)"):
+        fresh_pool.map(
+            lambda k: os.kill(os.getpid(), signal.SIGKILL) if k == 3 else k, range(20), 10
+        )
+
+
+def test_reductions_name_blocks_and_targets(pool2: mpgrad.Pool) -> None:
+    # symptom: "item 10" for the 101st of 640 items. cause: calls of a reduction are blocks of
+    # items, or targets.
+    with pytest.raises(ZeroDivisionError) as caught:
+        pool2.map_reduce(lambda k: 1 / (k - 100), range(640), "sum")
+    assert any("raised in block 10, worker" in note for note in caught.value.__notes__)
+    with pytest.raises(ZeroDivisionError) as caught:
+        pool2.reduce(lambda target, k: target / k, [1, 0], [1.0, 2.0])
+    assert any("raised in target 0, worker" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("ask", ["map", "map_async", "starmap"])
+def test_a_failure_ends_the_reading_of_items(pool: mpgrad.Pool, ask: str) -> None:
+    # symptom: a million items were packed, and an endless source never came to its end, though the
+    # first item had failed. cause: whoever packed calls did not look at what came of them.
+    taken = 0
+
+    def source() -> Iterator[Any]:
+        nonlocal taken
+        for taken in range(1, 200_001):
+            yield (-taken,) if ask == "starmap" else -taken
+
+    def fails(k: int) -> int:
+        raise LookupError(k)
+
+    with pytest.raises(LookupError, match="-1"):
+        getattr(pool, ask)(fails, source()).get()
+    assert taken < 200_000
+
+
+@pytest.mark.parametrize("failing", [0, 3])
+def test_a_failing_early_item(failing: int, fork_server: mpgrad.Pool, tmp_path: Path) -> None:
+    # symptom: hours until the error of an item that had failed at once. cause: it counted as a call
+    # of 0 s, so the function was cheap: the other items, however long they take, were sent, and
+    # were waited for.
+
+    def simulate(k: int) -> None:
+        (tmp_path / str(k)).touch()
+        if k == failing:
+            raise ValueError("is not valid")
+        time.sleep(0.05)
+
+    with mpgrad.Pool(2) as pool:
+        for _ in range(2):  # the second finds what was learned from the first
+            with pytest.raises(ValueError, match="is not valid"):
+                pool.map(simulate, range(300))
+        assert len(list(tmp_path.iterdir())) < 40
+
+
+def stops(k: int) -> int:
+    if k == 1:
+        raise StopIteration(k)
+    return k
+
+
+ITERATIONS: dict[str, Callable[[mpgrad.Pool, Callable[[Any], Any], list[Any]], Any]] = {
+    "imap": lambda pool, fn, items: list(pool.imap(fn, items)),
+    "imap_unordered": lambda pool, fn, items: list(pool.imap_unordered(fn, items)),
+    "map_reduce": lambda pool, fn, items: pool.map_reduce(fn, items, lambda a, b: a + b),
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("iterate", ITERATIONS.values(), ids=ITERATIONS)
+def test_a_stop_iteration_ends_nothing_silently(
+    pool: mpgrad.Pool, iterate: Callable[..., Any]
+) -> None:
+    # symptom: fewer results, fewer items in a sum, no error. cause: who asked for results, or `map`
+    # in a worker, took it for the end. As in a generator it becomes a RuntimeError.
+    with pytest.raises(RuntimeError, match="StopIteration") as caught:
+        iterate(pool, stops, [0, 1, 2])
+    assert isinstance(caught.value.__cause__, StopIteration) or "generator raised" in str(
+        caught.value
+    )
+
+
+def test_what_tasks_of_an_executor_raise_is_no_end_and_no_timeout(fork_server: mpgrad.Pool) -> None:
+    def fails(error: BaseException) -> None:
+        raise error
+
+    with mpgrad.Executor(1) as executor:
+        with pytest.raises(RuntimeError, match="item 1 of stops raised StopIteration"):
+            list(executor.map(stops, [0, 1, 2]))
+        # symptom: "a result did not come ..."
+        with pytest.raises(multiprocessing.TimeoutError, match="of the task"):
+            list(executor.map(fails, [multiprocessing.TimeoutError("of the task")]))
+        for error in (StopAsyncIteration(), GeneratorExit()):
+            with pytest.raises(type(error)):
+                list(executor.map(fails, [error]))
+
+
+def test_inputs_of_calls_that_were_left_out_are_given_back(pool2: mpgrad.Pool) -> None:
+    # symptom: shared memory grew with every failing map. cause: a worker returned only what it had
+    # looked at.
+    def fails(x: torch.Tensor) -> None:
+        raise LookupError
+
+    slots = []
+    for _ in range(20):
+        with pytest.raises(LookupError):
+            pool2.map(fails, [torch.ones(10_000) for _ in range(20)], 10)
+        pool2.map(abs, range(8), 1)
+        slots.append(sum(len(worker.lent_slots) for worker in pool2._scheduler.workers.values()))
+    assert max(slots[10:]) <= 40
+
+
+def test_code_has_the_name_of_its_file(pool2: mpgrad.Pool) -> None:
+    """Symptom: tracebacks of workers without lines. Cause: cloudpickle from 3.1.3 on leaves the
+    name out."""
+
+    def fn(x: int) -> list[str]:
+        code = [sys._getframe().f_code, (lambda: sys._getframe().f_code)()]
+        return [each.co_filename for each in code]
+
+    assert pool2.map(fn, [1]) == [[__file__] * 2]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import queue
+import random
 from collections import namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 
 import mpgrad
 from mpgrad.testing import assert_same_as_serial
@@ -406,3 +408,116 @@ def test_the_shortest_iterable_ends_the_map(pool2: mpgrad.Pool, second: Any) -> 
     assert len(pool2.map(lambda _, y: y, range(100), second)) == 50
     assert pool2.map(max, [], [1]) == []
     assert next(pool2.imap(max, range(10**9), range(10**9))) == 0
+
+
+Tensor = torch.Tensor
+
+
+def total(x: Tensor) -> Tensor:
+    return x.sum()
+
+
+def own(x: float) -> float:
+    return x
+
+
+def test_a_generator_that_writes_to_what_it_gave(pool2: mpgrad.Pool) -> None:
+    """Symptom: every item had the last one's values. Cause: a map took 256 items before it copied
+    the first of them."""
+
+    def items() -> Iterator[Tensor]:
+        buffer = torch.zeros(2)
+        for i in range(600):
+            yield buffer.fill_(i)
+
+    for _ in range(5):
+        pool2.map(total, [torch.ones(2)] * 50)
+    assert pool2.map(total, items()) == [total(x) for x in items()]
+
+
+def steps(state: Tensor) -> Iterator[Tensor]:
+    """A program whose next state takes the place of the one before."""
+    for _ in range(5):
+        yield state.add_(1)
+
+
+class Serial:
+    """The loops that maps stand for."""
+
+    map = staticmethod(lambda function, items: [function(item) for item in items])
+    starmap = staticmethod(lambda function, items: [function(*item) for item in items])
+
+
+GENERATORS: dict[str, Callable[[Any, Callable[[Tensor], Tensor], Tensor], list[Tensor]]] = {
+    "map": lambda pool, function, state: pool.map(function, steps(state)),
+    "a map object": lambda pool, function, state: pool.map(function, map(state.add_, range(5))),
+    "rows": lambda pool, function, state: pool.map(function, (each[:2] for each in steps(state))),
+    "starmap": lambda pool, function, state: pool.starmap(function, ((x,) for x in steps(state))),
+    "zip": lambda pool, function, state: pool.starmap(function, zip(steps(state), strict=True)),
+    "arguments": lambda pool, function, state: pool.starmap(
+        function, [map(state.add_, [k]) for k in range(5)]
+    ),
+}
+
+
+@pytest.mark.parametrize("way", GENERATORS.values(), ids=GENERATORS)
+def test_a_generator_that_writes_to_a_former_result(
+    pool2: mpgrad.Pool, way: Callable[..., list[Tensor]]
+) -> None:
+    """Symptom: every item had the last one's values. Cause: former results were read where they
+    lie, as the caller waits. But a generator runs the caller's code meanwhile."""
+    weight = torch.tensor([1.5], requires_grad=True)
+
+    def function(x: Tensor) -> Tensor:
+        return (x[:2].exp() * weight).sum()
+
+    found = way(pool2, function, pool2.apply(torch.zeros, (5000,)))
+    expected = way(Serial, function, torch.zeros(5000))
+    assert found == expected
+    of_pool, of_loop = (
+        [torch.autograd.grad(x, weight) for x in each] for each in (found, expected)
+    )
+    assert of_pool == of_loop
+
+
+def test_former_results_that_are_at_rest_are_read_where_they_lie(pool2: mpgrad.Pool) -> None:
+    former = pool2.starmap(torch.full, [((5000,), 1.0), ((5000,), 2.0)])
+    memory = pool2._scheduler.memory
+    copied = memory.bytes_copied
+    for items in (former, tuple(former), dict.fromkeys(former), iter(former)):
+        pool2.map(total, items)
+    for arguments in (
+        [(x,) for x in former],
+        [[x] for x in former],
+        zip(former),
+        zip(iter(former)),
+    ):
+        pool2.starmap(total, arguments)
+    pool2.apply(total, former[:1])
+    pool2.map_reduce(torch.neg, former, "sum")
+    pool2.reduce(torch.add, former, former[0], associative=False)
+    assert memory.bytes_copied == copied
+    with forward_ad.dual_level():
+        small = forward_ad.make_dual(torch.ones(()), torch.ones(()))
+        pool2.starmap(torch.add, [(x, small) for x in former])
+    assert memory.bytes_copied - copied < former[0].nbytes
+    torch.func.grad(lambda w: pool2.starmap(lambda x, w: x[0] * w, [(x, w) for x in former])[1])(
+        torch.ones(())
+    )
+    assert memory.bytes_copied - copied < former[0].nbytes
+
+
+def test_a_generator_that_draws_random_numbers(pool2: mpgrad.Pool) -> None:
+    """Symptom: items came twice, and the caller's generator was where it had been. Cause: what the
+    iterable drew was taken for the function's, and put back."""
+    for _ in range(5):
+        pool2.map(own, [1.0] * 50)
+    random.seed(0)
+    found = [pool2.map(own, (random.random() for _ in range(700))), random.random()]
+    random.seed(0)
+    assert found == [[random.random() for _ in range(700)], random.random()]
+    random.seed(0)
+    pool2.starmap(own, [(random.random() for _ in range(1)) for _ in range(700)])
+    after = random.random()
+    random.seed(0)
+    assert [random.random() for _ in range(701)][-1] == after

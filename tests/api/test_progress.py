@@ -326,7 +326,7 @@ def test_an_exit_in_the_callbacks_thread(
     while not caplog.records:
         time.sleep(1e-3)
     assert result.get() == [None]
-    assert "progress is not shown any more" in caplog.records[0].message
+    assert "progress is no longer shown" in caplog.records[0].message
     assert "SystemExit" in caplog.records[0].message
 
 
@@ -339,7 +339,7 @@ def test_a_function_that_raises_stops_nothing(
     assert pool2.map(abs, ITEMS, progress=broken) == [7, 6, 5, 4, 3, 2, 1]
     (record,) = caplog.records
     assert (
-        "progress is not shown any more" in record.message
+        "progress is no longer shown" in record.message
         and "broken" in record.message
         and "KeyError" in record.message
     )

@@ -200,7 +200,7 @@ def test_map_reduce_with_a_function_and_captures(pool: mpgrad.Pool) -> None:
 
 
 def test_nothing_to_reduce(pool: mpgrad.Pool) -> None:
-    with pytest.raises(TypeError, match="map_reduce of no items needs a first value"):
+    with pytest.raises(TypeError, match="map_reduce of no items needs an initial value"):
         pool.map_reduce(abs, [], "sum")
     assert torch.equal(pool.map_reduce(abs, [], "sum", torch.ones(2)), torch.ones(2))
     assert pool.reduce(returning, [], []) == []
@@ -208,7 +208,7 @@ def test_nothing_to_reduce(pool: mpgrad.Pool) -> None:
 
 def test_bad_arguments(pool: mpgrad.Pool) -> None:
     with pytest.raises(
-        ValueError, match=r"no reduction has this name \('median'\); there are 'sum'"
+        ValueError, match=r"no reduction has this name \('median'\); use one of 'sum'"
     ):
         pool.map_reduce(abs, [1], "median")
     with pytest.raises(TypeError, match="a reduction must be a function or one of"):

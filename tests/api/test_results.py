@@ -583,3 +583,34 @@ def test_a_failure_and_a_cancellation_in_asyncio(fresh_pool: mpgrad.Pool) -> Non
 
     failed, cancelled = asyncio.run(outcomes())
     assert type(failed) is ValueError and type(cancelled) is asyncio.CancelledError
+
+
+def test_threads_share_an_iterator(pool2: mpgrad.Pool) -> None:
+    # symptom: lost items and KeyErrors. cause: `next` was not made for several threads, as
+    # multiprocessing's is.
+    results = pool2.imap(abs, range(600))
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        found = [value for part in threads.map(lambda _: list(results), range(4)) for value in part]
+    assert sorted(found) == list(range(600))
+
+
+def test_a_result_waited_for_while_it_is_cancelled(fresh_pool: mpgrad.Pool) -> None:
+    # symptom: the waiter woke up when a call ended. cause: it was told with the next frame only.
+    for _ in range(4):
+        fresh_pool.submit(time.sleep, 100)
+    future = fresh_pool.submit(abs, -1)
+    threading.Timer(0.1, future.cancel).start()
+    begin = time.monotonic()
+    with pytest.raises(concurrent.futures.CancelledError):
+        future.result()
+    assert time.monotonic() - begin < 50
+
+
+def test_an_iterator_that_is_dropped_half_way(pool2: mpgrad.Pool) -> None:
+    results = pool2.imap(torch.ones, [(50_000,)] * 100)
+    next(results)
+    del results
+    gc.collect()
+    assert pool2._scheduler.wait_until(
+        lambda: not pool2._scheduler.admissions.unfinished, timeout=30
+    )

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import in_turn
 from torch.utils.checkpoint import checkpoint
 
 import mpgrad
@@ -597,6 +598,8 @@ TO_ROUNDING = [
 
 
 def name_of(behaviour: Any) -> str:
+    if isinstance(behaviour, str):
+        return behaviour
     if isinstance(behaviour, functools.partial):
         return f"{behaviour.func.__name__}-{behaviour.keywords}"
     return str(behaviour.__name__)
@@ -626,21 +629,19 @@ def assert_same(ours: Sequence[Any], theirs: Sequence[Any], exact: bool) -> None
     "ignore:Using backward.. with create_graph=True"
 )  # one behaviour is about just that
 @pytest.mark.parametrize(
-    ("operation", "engine"),
-    [
-        *((operation, ("process", 2)) for operation in OPERATIONS),
-        (next(iter(OPERATIONS)), ("inline", 1)),
-    ],
-    ids=lambda each: each if isinstance(each, str) else each[0],
+    ("behaviour", "operation"),
+    in_turn(EXACT + TO_ROUNDING, [*OPERATIONS, "inline"], always=1),
+    ids=name_of,
 )
-@pytest.mark.parametrize("behaviour", EXACT + TO_ROUNDING, ids=name_of)
 def test_nobody_can_tell(
     shared_pools: Callable[[str, int], mpgrad.Pool],
     behaviour: Callable[[Loop], list[Any]],
     operation: str,
-    engine: tuple[str, int],
 ) -> None:
-    loop = OPERATIONS[operation](shared_pools(*engine))
+    if operation == "inline":
+        loop: Loop = shared_pools("inline", 1).map
+    else:
+        loop = OPERATIONS[operation](shared_pools("process", 2))
     assert_same(behaviour(loop), behaviour(serial), behaviour in EXACT)
 
 

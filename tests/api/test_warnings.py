@@ -213,7 +213,9 @@ def within(engine: Any) -> list[Any]:
         return [*pool.map(fallen_back, [1]), fallen_back(2)]
 
 
-@pytest.mark.parametrize("engine", ["process", "thread", "inline"])
+@pytest.mark.parametrize(
+    "engine", ["thread", "inline", pytest.param("process", marks=pytest.mark.slow)]
+)
 def test_a_pool_within_a_task(engine: Any, pool2: mpgrad.Pool) -> None:
     """Workers that are threads of a worker leave its filters alone."""
     for category in (RuntimeWarning, Careful):

@@ -118,7 +118,7 @@ def test_a_list_means_items(function: Any) -> None:
     assert not getattr(plain.value, "__notes__", [])
 
 
-# --- exceptions in the places of results
+# --- exceptions in place of results
 
 
 def test_failures_by_index(pool2: mpgrad.Pool) -> None:
@@ -154,5 +154,5 @@ def test_a_broken_pool_says_so_at_its_start(fork_server: mpgrad.Pool) -> None:
 def test_progress_says_what_it_counts() -> None:
     text = " ".join((inspect.getdoc(mpgrad.Pool.map) or "").split())
     assert re.search(
-        r"progress: .* It counts forwards only; `Pool.progress` counts backwards", text
+        r"progress: .* Only forwards count here; `Pool.progress` also counts backwards", text
     )

@@ -1,8 +1,8 @@
-"""A plug-in of pytest (`-p losses_get_one`): a gradient of one is predicted for every loss, and its
-graph goes.
+"""A pytest plug-in (`-p losses_get_one`) that predicts a gradient of one for every loss, and drops
+the loss's graph.
 
-So backwards are eager wherever they may be, and where another gradient comes, or none, the
-prediction was wrong.
+So all backwards that may be eager are eager. If another gradient comes, or none, the prediction was
+wrong.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtestloop() -> Iterator[None]:
-    from conftest import every_loss_gets  # which pytest has imported by now
+    from conftest import every_loss_gets  # pytest has imported it by now
 
     with every_loss_gets(1.0):
         return (yield)  # type: ignore[misc]

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import itertools
+import sys
 import threading
 import time
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +17,8 @@ import torch
 from conftest import staffed
 
 import mpgrad
-from mpgrad.autograd.remote_graph import RemoteGraph
+import mpgrad.derivatives
+from mpgrad.autograd.remote_graph import RemoteGraph, forget_oldest
 
 pytestmark = pytest.mark.quick
 
@@ -272,3 +278,208 @@ def test_differentiable_backwards_that_fail_leave_nothing_behind(
     # the engine itself may keep what the last backward left, until the next: a call's own graph and
     # its derivative's
     assert graphs() <= before + 2 * calls
+
+
+def test_an_input_changed_in_place_before_the_result_is_fetched(pool: mpgrad.Pool) -> None:
+    # symptom: a gradient of 6 instead of 3. cause: the gate was a view, and a write to its base
+    # moved it to the new history.
+    a = torch.ones(2, requires_grad=True)
+    x = a * 1
+    future = pool.submit(lambda t: t * 3, x)
+    x.mul_(2)
+    future.result().sum().backward()
+    assert a.grad.tolist() == [3, 3]
+
+
+def add_to_array(state: torch.Tensor) -> None:
+    array = state.numpy()
+    array += 3
+
+
+@pytest.mark.parametrize("size", [5_000, 500_000])
+@pytest.mark.parametrize(
+    "add", [add_to_array, lambda state: state.add_(3)], ids=["NumPy", "PyTorch"]
+)
+@pytest.mark.parametrize("inference", [False, True], ids=["array", "inference tensor"])
+def test_a_former_result_whose_writes_are_not_counted(
+    fork_server: mpgrad.Pool, inference: bool, add: Callable[[torch.Tensor], object], size: int
+) -> None:
+    """Symptom: a graph that was made again gave gradients of what had been written since. Cause:
+    arrays and inference tensors were read where they lie, and PyTorch does not count writes to
+    these."""
+    weight = torch.ones((), requires_grad=True)
+
+    def loss(item: Any) -> torch.Tensor:
+        return (torch.as_tensor(item)[:2] + weight).exp().sum()
+
+    def gradient(losses: Callable[[list[Any]], list[torch.Tensor]], state: torch.Tensor) -> Any:
+        (total,) = losses([state if inference else state.numpy()])
+        with torch.inference_mode(inference):
+            add(state)
+        return torch.autograd.grad(total, weight)
+
+    with mpgrad.Pool(1, graphs="recompute") as pool:
+        with torch.inference_mode(inference):
+            former, state = pool.apply(torch.zeros, (size,)), torch.zeros(size)
+        found = gradient(lambda items: pool.map(loss, items), former)
+        assert found == gradient(lambda items: list(map(loss, items)), state)
+
+
+def leaf(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(
+        shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    ).requires_grad_()
+
+
+def test_a_failed_backward_keeps_nothing(fresh_pool: mpgrad.Pool) -> None:
+    """Symptom: graphs in workers, and the caller's locals, that were never let go. Cause: a kept
+    exception kept its traceback, and a derivative that nobody took kept the inputs, whose gates
+    kept the derivative."""
+
+    class Local:
+        pass
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            raise KeyError("bad")
+
+    kept = []
+
+    def in_the_worker() -> None:
+        local = Local()
+        kept.append(weakref.ref(local))
+        results = fresh_pool.map(Fails.apply, [leaf(3) * 1, leaf(3) * 2])
+        with contextlib.suppress(KeyError):
+            sum(r.sum() for r in results).backward()
+
+    def in_a_hook() -> None:
+        local = Local()
+        kept.append(weakref.ref(local))
+        leaves = [leaf(3, seed=k) for k in range(4)]
+        items = [x * 2 for x in leaves]
+        items[2].register_hook(lambda grad: 1 / 0)
+        results = fresh_pool.map(lambda t: t**3, items)
+        with contextlib.suppress(ZeroDivisionError):
+            torch.autograd.grad([r.sum() for r in results], leaves, create_graph=True)
+
+    in_the_worker()
+    in_a_hook()
+    torch.ones(1, requires_grad=True).sum().backward()  # the engine lets go of the last error
+    deadline = time.monotonic() + 10
+    workers = fresh_pool._scheduler.workers.values()
+    while any(worker.graphs for worker in workers) and time.monotonic() < deadline:
+        gc.collect()
+        fresh_pool.map(abs, range(8), chunksize=1)
+    assert [len(worker.graphs) for worker in workers] == [0, 0]
+    assert not any(ref() for ref in kept)
+
+
+def test_another_default_device(pool2: mpgrad.Pool) -> None:
+    """Symptom: an error, and with it a placeholder on the wrong device for good. Cause: tensors
+    made without a device."""
+    x, c = leaf(7), leaf(7, seed=1)
+    with torch.device("meta"):
+        (result,) = pool2.map(lambda t: t * c, [x])
+        result.backward(c.detach())
+    assert torch.equal(x.grad, c * c) and torch.equal(c.grad, x * c)
+
+
+def test_hooks_of_a_checkpoint_around_an_inline_pool() -> None:
+    """Symptom: a map of two items gave one result, now and then. Cause: the worker, in the caller's
+    thread, saved tensors under the checkpoint's hooks; these ended the second run of the region in
+    the middle of a task."""
+    c = torch.full((3,), 0.5, dtype=torch.float64, requires_grad=True)
+    with mpgrad.Pool(1, engine="inline") as pool:
+
+        def region(x: torch.Tensor) -> torch.Tensor:
+            seen.append(torch._C._autograd._top_saved_tensors_default_hooks(True) is not None)
+            a, b = pool.map(task, [x * 2, x.exp()])
+            return (a * b).tanh()
+
+        def task(t: torch.Tensor) -> torch.Tensor:
+            assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+            return (t * c).sin()
+
+        for _ in range(10):
+            seen: list[bool] = []
+            x = torch.full((3,), 0.25, dtype=torch.float64, requires_grad=True)
+            torch.utils.checkpoint.checkpoint(region, x, use_reentrant=False).sum().backward()
+            assert seen == [True, True]
+            y = x.detach().requires_grad_()
+            ((y * 2 * c).sin() * (y.exp() * c).sin()).tanh().sum().backward()
+            assert torch.equal(x.grad, y.grad)
+
+
+@pytest.mark.quick
+def test_backwards_are_forgotten_by_several_threads_at_once() -> None:
+    # symptom: KeyError, or "dictionary changed size during iteration". cause: two threads found the
+    # same oldest one.
+    by_task: dict[int, int] = {}
+    errors, numbers = [], itertools.count()
+
+    def use() -> None:
+        try:
+            for _ in range(10_000):
+                by_task[next(numbers)] = 0
+                forget_oldest(by_task)
+        except Exception as error:
+            errors.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=use) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert errors == [] and len(by_task) < 300
+
+
+Tensor = torch.Tensor
+
+
+def test_a_backward_inside_a_call(pool2: mpgrad.Pool) -> None:
+    """Symptom: it added to the `grad` of the caller's items and captures, or not, as timing would
+    have it. Cause: a call had copies with the caller's history."""
+    weight = torch.ones(2, requires_grad=True)
+
+    def inner(x: Tensor) -> Tensor:
+        try:
+            (x * 3).sum().backward()
+        except Exception:
+            return torch.zeros(2)
+        return x.detach() + 1
+
+    def captured(x: Tensor) -> Tensor:
+        (x * weight).sum().backward()
+        return x + 1
+
+    items = [torch.ones(2, requires_grad=True) for _ in range(20)]
+    for _ in range(3):
+        assert all(each.tolist() == [2, 2] for each in pool2.map(inner, items))
+        with pytest.warns(UserWarning, match="wrote into"):
+            pool2.map(captured, [torch.ones(2)] * 20)
+    assert all(each.grad is None for each in items)
+    assert weight.grad is None
+
+
+def test_a_gradient_inside_a_call(pool2: mpgrad.Pool) -> None:
+    """`torch.autograd.grad` with a call's own inputs stays where it is."""
+
+    def slope(x: Tensor) -> Tensor:
+        (found,) = torch.autograd.grad(x.pow(3).sum(), x, create_graph=True)
+        return found.sum()
+
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    for _ in range(5):
+        results = pool2.map(slope, [x] * 20)
+    (found,) = torch.autograd.grad(sum(results, torch.tensor(0.0)), x)
+    assert found.tolist() == [120, 240]

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
+import gc
+import importlib
 import warnings
+from typing import Any
 
 import pytest
 import torch
 
 import mpgrad
+import mpgrad.derivatives
 from mpgrad.testing import assert_same_as_serial
 
 pytestmark = pytest.mark.quick
@@ -244,3 +248,98 @@ def test_a_backward_into_captures_warns_that_it_stays_there(pool: mpgrad.Pool) -
     ):
         pool.map(fn, [torch.ones(2)])
     assert weight.grad is None
+
+
+class RaisesForThree(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.count = x.numel()
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        if ctx.count == 3:
+            raise ValueError("no gradient for three")
+        return grad
+
+
+@pytest.mark.parametrize("counts", [(3, 2, 2, 2, 2, 2), (3, 3, 3)])
+def test_a_backward_that_raises_where_only_captures_are_wanted(
+    pool: mpgrad.Pool, counts: tuple[int, ...]
+) -> None:
+    """Symptom: the capture's gradient lacked that item's part, without an error; where all items of
+    a worker raised, the worker died, and other graphs with it. Cause: nobody took the replies of
+    the calls, only the sum, which might not exist."""
+    c = torch.tensor(2.0, requires_grad=True)
+    others = pool.map(lambda x: (x * c * 3).sum(), [torch.ones(2)] * 4)
+    results = pool.map(lambda x: RaisesForThree.apply(x * c).sum(), [torch.ones(n) for n in counts])
+    with pytest.raises(ValueError, match="no gradient for three"):
+        torch.autograd.grad(sum(results), c)
+    loss = sum(pool.map(lambda x: (x * c).sum(), [torch.ones(2)] * 4))
+    assert torch.autograd.grad(loss, c)[0] == 8
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        torch.autograd.grad(loss, c)
+    assert torch.autograd.grad(sum(others), c)[0] == 24
+
+
+def test_failed_backwards_with_captures_leave_little(pool: mpgrad.Pool) -> None:
+    """Symptom: memory in caller and workers for every backward that failed. Cause: what would be
+    collected at its end."""
+    c = torch.ones(3, requires_grad=True)
+    xs = [torch.ones(3, requires_grad=True) for _ in range(2)]
+    results = pool.map(lambda x: x * c, xs)
+    owner = results[0].grad_fn.graph.owner
+
+    def fails(grad: torch.Tensor) -> None:
+        raise ValueError("by hook")
+
+    handle = xs[0].register_hook(fails)
+    for _ in range(300):
+        with pytest.raises(ValueError, match="by hook"):
+            sum(y.sum() for y in results).backward(retain_graph=True)
+    assert len(owner._sums) <= 257
+    handle.remove()
+    c.grad = None
+    sum(y.sum() for y in results).backward()
+    assert torch.equal(c.grad, torch.full((3,), 2.0))
+
+
+def forgets_its_next_sum() -> None:
+    CaptureSums: Any = importlib.import_module("mpgrad.workers.functions").CaptureSums
+    add = CaptureSums.add
+
+    def forgets(self: Any, grads: Any) -> None:
+        CaptureSums.add = add
+
+    CaptureSums.add = forgets
+
+
+def test_a_sum_of_capture_gradients_that_lacks_calls(fork_server: mpgrad.Pool) -> None:
+    # symptom: no gradient, silently. cause: of how many calls a sum is was looked at only for
+    # backwards that were eager.
+    weight = torch.linspace(1, 2, 3, requires_grad=True)
+    xs = [torch.ones(3), torch.full((3,), 2.0)]
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return (weight * x).sin().sum()
+
+    with mpgrad.Pool(1, graphs="keep") as pool:
+        pool.apply(forgets_its_next_sum)
+        (2 * sum(pool.map(fn, xs))).backward()
+    (expected,) = torch.autograd.grad(2 * sum(fn(x) for x in xs), [weight])
+    torch.testing.assert_close(weight.grad, expected)
+
+
+def test_recursive_functions_give_their_captures_back(fresh_pool: mpgrad.Pool) -> None:
+    # symptom: 1 MB a map stayed in the worker. cause: the function is a cycle, which waits for the
+    # garbage collector.
+    weight = torch.ones(1 << 20)
+
+    def recursive(n: int) -> float:
+        return recursive(n - 1) if n else float(weight[0])
+
+    for _ in range(60):
+        assert fresh_pool.map(recursive, [2]) == [1.0]
+        gc.collect()
+    lent = sum(len(worker.lent_slots) for worker in fresh_pool._scheduler.workers.values())
+    assert lent < 40  # 64 MiB before a worker collects, 4 MiB a map, two workers

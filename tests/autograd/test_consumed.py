@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import first_are_quick
+from conftest import first_are_quick, in_turn, staffed
 
 import mpgrad
 
@@ -33,10 +33,10 @@ OPTIONS: list[dict[str, Any]] = [
 REMADE = [each for each in OPTIONS if each.get("engine") is None and each.get("retries") is None]
 
 
-@pytest.fixture(params=first_are_quick(4, OPTIONS), ids=str)
+@pytest.fixture(scope="module", params=first_are_quick(2, OPTIONS), ids=str)
 def any_pool(request: pytest.FixtureRequest, fork_server: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
     with mpgrad.Pool(1 if request.param.get("engine") == "inline" else 2, **request.param) as pool:
-        yield pool
+        yield staffed(pool)  # before the first test, which looks for what it leaves
 
 
 @pytest.fixture
@@ -360,9 +360,10 @@ FAILING: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize("case", FAILING)
 @pytest.mark.parametrize(
-    "options", [each for each in OPTIONS if each.get("graphs") != "recompute"], ids=str
+    ("case", "options"),
+    in_turn(FAILING, [each for each in OPTIONS if each.get("graphs") != "recompute"], always=1),
+    ids=str,
 )
 def test_a_backward_that_fails_leaves_what_it_leaves_serially(
     fork_server: mpgrad.Pool, options: dict[str, Any], case: str

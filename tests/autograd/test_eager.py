@@ -3,16 +3,20 @@ those of the serial loop."""
 
 from __future__ import annotations
 
+import concurrent.futures
+import itertools
 import os
 import random
 import resource
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
-from conftest import every_loss_gets, first_are_quick, staffed
+from conftest import every_loss_gets, first_are_quick, in_turn, staffed
 from test_auto import Clipped
 from torch.utils._pytree import tree_leaves
 
@@ -125,8 +129,7 @@ def test_hooks_that_calls_put_on_a_capture_are_all_there_for_each_backward(
         assert torch.equal(gradient(pool.map), gradient(serial))
 
 
-@pytest.mark.parametrize("combination", ["sum", "weighted"])
-@pytest.mark.parametrize("how_many", [1, 2])
+@pytest.mark.parametrize(("how_many", "combination"), in_turn([1, 2], ["sum", "weighted"]))
 def test_deaths_after_the_forward(own_pool: mpgrad.Pool, combination: str, how_many: int) -> None:
     def lossy(function: Callable[[Any], Any], xs: Sequence[Any]) -> list[Any]:
         losses = own_pool.map(function, xs)
@@ -415,3 +418,45 @@ def test_a_call_that_fails_after_its_backward_leaves_nothing_in_the_sums_of_othe
         assert [isinstance(each, mpgrad.SharedMemoryError) for each in results] == is_large
         sum(each[0] for each in results if isinstance(each, tuple)).backward()  # type: ignore[union-attr]
     assert captured.grad is not None and captured.grad.tolist() == [4.0] * 3
+
+
+@pytest.mark.quick
+def test_eager_backwards_in_several_threads(fork_server: mpgrad.Pool) -> None:
+    """Symptom: an AssertionError, or "zip() argument 2 is shorter". Cause: all asked the workers
+    for their sums, which are given once, and who came last had an empty one take the place of the
+    other."""
+    weight = torch.ones(2, requires_grad=True)
+    with (
+        every_loss_gets(1.0),
+        mpgrad.Pool(2) as pool,
+        concurrent.futures.ThreadPoolExecutor(4) as threads,
+    ):
+        for _ in range(5):
+            loss = torch.stack(pool.map(lambda x: (x * weight).sum(), [torch.ones(2)] * 8)).sum()
+            start = threading.Barrier(4)
+
+            def backward(loss: Tensor = loss, start: threading.Barrier = start) -> list[float]:
+                start.wait()
+                (found,) = torch.autograd.grad(loss, weight, retain_graph=True)
+                return found.tolist()
+
+            found = [threads.submit(backward) for _ in range(4)]
+            assert [each.result() for each in found] == [[8, 8]] * 4
+
+
+@pytest.mark.quick
+def test_gradients_of_a_worker_that_died_are_not_those_of_its_heir(
+    fork_server: mpgrad.Pool,
+) -> None:
+    """Symptom: with one worker dead, the gradient of two losses was that of two others. Cause:
+    whose sum a loss is part of was asked of its graph, which had moved; as many as the heir had
+    added up were taken for those that it had."""
+    weight = torch.ones((), requires_grad=True)
+    with every_loss_gets(1.0), mpgrad.Pool(2) as pool:
+        losses = pool.map(lambda x: weight * x, [1.0, 10.0, 100.0, 1000.0], chunksize=2)
+        os.kill(pool.stats().workers[0].pid, signal.SIGKILL)
+        while not pool.stats().deaths:
+            time.sleep(0.01)
+        for some in itertools.combinations(losses, 2):
+            (found,) = torch.autograd.grad(sum(some), weight, retain_graph=True)
+            assert found == sum(some)

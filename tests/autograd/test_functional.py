@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import mpgrad
+import mpgrad.derivatives
 from mpgrad.torch_state import private
 
 pytestmark = pytest.mark.quick
@@ -327,3 +328,156 @@ def test_errors_name_the_item(pool2: mpgrad.Pool) -> None:
     with pytest.raises(KeyError, match="no") as caught:
         grad(lambda x: pool2.map(fn, [x])[0].sum())(numbers(2))
     assert "item 0" in caught.value.__notes__[0]
+
+
+SPAN = torch.arange(3, dtype=torch.float64)
+
+
+def leaf(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(
+        shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    ).requires_grad_()
+
+
+def test_an_ordinary_backward_through_a_transform(pool2: mpgrad.Pool) -> None:
+    """Symptom: zero gradients. Cause: a vjp inside a vjp made its gradients connected only where
+    its own inputs needed them, and not where the captures did."""
+    found = []
+    for loop in (pool2.map, serial):
+        x, c = leaf(3).detach(), leaf(3, seed=1)
+        torch.func.grad(lambda x, loop=loop, c=c: loop(lambda t: (t * c).sin().sum(), [x])[0])(
+            x
+        ).sum().backward()
+        found.append(c.grad)
+    assert torch.equal(*found)
+
+
+def test_rows_of_a_jacobian_meet_the_mask_of_the_forward(pool2: mpgrad.Pool) -> None:
+    """Symptom: an error, or one mask per row. Cause: the vmap over rows took the function's random
+    numbers for its own."""
+    x = leaf(8).detach()
+    y, pull_back = torch.func.vjp(
+        lambda x: pool2.map(lambda t: torch.nn.functional.dropout(t, 0.5) * t, [x])[0], x
+    )
+    for randomness in ("error", "same", "different"):
+        (rows,) = torch.func.vmap(pull_back, randomness=randomness)(
+            torch.eye(8, dtype=torch.float64)
+        )
+        assert torch.allclose(rows.diagonal() * x, 2 * y)
+
+
+def test_noise_under_a_vmap_on_an_item_that_is_not_batched(pool2: mpgrad.Pool) -> None:
+    """Symptom: the same noise in all rows, or none where it is forbidden. Cause: items without a
+    batch left the vmap."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return pool2.map(lambda t: t + torch.rand(3), [torch.ones(3), x])[0] + 0 * x
+
+    rows = torch.func.vmap(fn, randomness="different")(torch.zeros(4, 3))
+    assert not torch.equal(rows[0], rows[1])
+    with pytest.raises(
+        RuntimeError, match="called random operation while in randomness error mode"
+    ):
+        torch.func.vmap(fn)(torch.zeros(4, 3))
+
+
+def test_a_tangent_on_a_gradient_is_not_lost_silently(pool2: mpgrad.Pool) -> None:
+    """Symptom: no tangent, no error. Cause: gradients travel without their tangents."""
+    (y,) = pool2.map(torch.exp, [x := leaf(3)])
+    with torch.autograd.forward_ad.dual_level():
+        weights = torch.autograd.forward_ad.make_dual(torch.ones_like(x), torch.ones_like(x))
+        with pytest.raises(
+            TypeError,
+            match=r"a gradient that came to a pool's result has a tangent.*torch\.func\.jvp",
+        ):
+            torch.autograd.grad(y, x, weights.detach() + weights)
+
+
+def test_a_gradient_inside_a_function_under_a_transform(pool2: mpgrad.Pool) -> None:
+    """Symptom: "does not require grad". Cause: the function saw plain tensors where a transform's
+    tensors require grad."""
+
+    def force(t: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad((t**3).sum(), t, create_graph=True)[0]
+
+    x = leaf(2).detach()
+    for transform in (torch.func.grad, torch.func.hessian):
+        ours, theirs = (
+            transform(lambda x, loop=loop: loop(force, [x])[0].sum())(x)
+            for loop in (pool2.map, serial)
+        )
+        assert torch.equal(ours, theirs)
+
+
+def test_a_backward_after_the_autocast_region(pool2: mpgrad.Pool) -> None:
+    """Symptom: gradients in bfloat16. Cause: a derivative ran wholly under the modes of the
+    forward."""
+
+    def loss(loop: Any, x: torch.Tensor) -> torch.Tensor:
+        def fn(t: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", enabled=False):
+                return t @ weight
+
+        with torch.autocast("cpu", torch.bfloat16):
+            return loop(fn, [x])[0].sum()
+
+    x, weight = leaf(2, 2).float().detach(), leaf(2, 2, seed=1).float().detach()
+    ours, theirs = (
+        torch.func.grad(lambda x, loop=loop: loss(loop, x))(x) for loop in (pool2.map, serial)
+    )
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")  # deprecated, and still there
+def test_tracers_are_refused(pool2: mpgrad.Pool) -> None:
+    """Symptom: the traced function returned its first result for ever. Cause: a tracer sees none of
+    a worker's operations."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return pool2.map(lambda t: t * 2, [x])[0] + x
+
+    with pytest.raises(RuntimeError, match=r"a pool call cannot be traced.*by: torch\.jit\.trace"):
+        torch.jit.trace(fn, (torch.ones(2),), check_trace=False)
+    with pytest.raises(RuntimeError, match=r"a pool call cannot be traced.*torch\.func\.linearize"):
+        torch.func.linearize(fn, torch.ones(2))
+
+
+def test_a_plain_call_inside_a_transform_inline(shared_pools: Any) -> None:
+    """Symptom: "belongs to a torch.func transform". Cause: the task ran in the caller's thread,
+    under its transform."""
+    pool, w = shared_pools("inline", 1), leaf(2).detach()
+    assert torch.equal(
+        torch.func.grad(lambda x: (pool.map(lambda t: t * 2, [w])[0] * x).sum())(w), 2 * w
+    )
+
+
+@pytest.mark.parametrize(
+    "expanded", [lambda t: t.sum() * SPAN, lambda t: torch.where(SPAN > 0.5, SPAN, t.sum())]
+)
+def test_hessian_of_a_function_with_an_expanded_gradient(pool2: mpgrad.Pool, expanded: Any) -> None:
+    """Symptom: "more than one element of the written-to tensor refers to a single memory location".
+    Cause: a gradient came from the worker expanded, as it was made; forward mode gives tangents the
+    strides of their values, and writes them there."""
+    found = torch.func.hessian(lambda x: pool2.map(expanded, [x])[0].sum())(SPAN * 2)
+    assert torch.equal(found, torch.func.hessian(lambda x: expanded(x).sum())(SPAN * 2))
+
+
+def test_forward_mode_around_a_pool_whose_task_turns_gradients_off(pool: mpgrad.Pool) -> None:
+    """Symptom: the derivative followed what `no_grad` hides, or not, depending on the output's
+    size. Cause: what refuses that in the caller is a function mode of its thread, which no worker
+    has."""
+
+    def fn(c: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            constant = c.sum()
+        return torch.cat([c * constant] * 10)
+
+    c, expected = torch.tensor([2.0]), torch.full((10, 1), 2.0)
+    mpgrad.derivatives.SAID.clear()
+    with pytest.warns(
+        UserWarning, match=r"forward mode follows what is computed under torch\.no_grad"
+    ):
+        assert torch.equal(mpgrad.jacobian(lambda c: pool.map(fn, [c])[0], c), expected)
+        assert torch.equal(
+            mpgrad.jvp(lambda c: pool.map(fn, [c])[0], c, torch.ones(1))[1], expected[:, 0]
+        )

@@ -14,6 +14,7 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 
 import mpgrad
+import mpgrad.derivatives
 
 pytestmark = pytest.mark.quick
 
@@ -47,50 +48,38 @@ def assert_equal(ours: Sequence[Any], theirs: Sequence[Any], exact: bool = True)
             )
 
 
-def functions() -> list[tuple[str, Callable[[mpgrad.Pool], Callable[..., Any]]]]:
-    c = torch.tensor([0.5, -1.5], dtype=torch.float64)
-    return [
-        ("map", lambda pool: lambda x, w: sum(pool.map(lambda t: (t * w).exp() * t, [x, x * 2]))),
-        (
-            "starmap",
-            lambda pool: (
-                lambda x, w: tuple(
-                    pool.starmap(lambda a, b: (a * b * c).sin(), [(x, w), (w, x**2)])
-                )
-            ),
-        ),
-        ("imap", lambda pool: lambda x, w: tuple(pool.imap(lambda t: (t * w) ** 3, [x, w]))),
-        ("submit", lambda pool: lambda x, w: pool.submit(lambda t: t * w.exp() * t, x).result()),
-        ("reduce", lambda pool: lambda x, w: pool.reduce(lambda t, i: t * i + w, [x, x * w], w)),
-        (
-            "in-place",
-            lambda pool: (
-                lambda x, w: pool.reduce(
-                    lambda t, i: t.add_(i * i * w), [x, x * w], [w * 1, x * 1]
-                )[0]
-            ),
-        ),
-        (
-            "map_reduce",
-            lambda pool: lambda x, w: pool.map_reduce(lambda t: t**2 * w, [x, w, x * w], "sum"),
-        ),
-        ("named", lambda pool: lambda x, w: pool.reduce("logsumexp", [x, x * w], w**2)),
-        (
-            "map_async",
-            lambda pool: lambda x, w: tuple(pool.map_async(lambda t: t.tanh() * w, [x, w]).get()),
-        ),
-    ]
+C = torch.tensor([0.5, -1.5], dtype=torch.float64)
+OPERATIONS: dict[str, Callable[[mpgrad.Pool], Callable[..., Any]]] = {
+    "map": (lambda pool: lambda x, w: sum(pool.map(lambda t: (t * w).exp() * t, [x, x * 2]))),
+    "starmap": (
+        lambda pool: (
+            lambda x, w: tuple(pool.starmap(lambda a, b: (a * b * C).sin(), [(x, w), (w, x**2)]))
+        )
+    ),
+    "imap": (lambda pool: lambda x, w: tuple(pool.imap(lambda t: (t * w) ** 3, [x, w]))),
+    "submit": (lambda pool: lambda x, w: pool.submit(lambda t: t * w.exp() * t, x).result()),
+    "reduce": (lambda pool: lambda x, w: pool.reduce(lambda t, i: t * i + w, [x, x * w], w)),
+    "in-place": (
+        lambda pool: (
+            lambda x, w: pool.reduce(lambda t, i: t.add_(i * i * w), [x, x * w], [w * 1, x * 1])[0]
+        )
+    ),
+    "map_reduce": (
+        lambda pool: lambda x, w: pool.map_reduce(lambda t: t**2 * w, [x, w, x * w], "sum")
+    ),
+    "named": (lambda pool: lambda x, w: pool.reduce("logsumexp", [x, x * w], w**2)),
+    "map_async": (
+        lambda pool: lambda x, w: tuple(pool.map_async(lambda t: t.tanh() * w, [x, w]).get())
+    ),
+}
 
 
-@pytest.mark.parametrize("engine", [("process", 2), ("inline", 1)], ids=lambda engine: engine[0])
-@pytest.mark.parametrize(("name", "function"), functions(), ids=[name for name, _ in functions()])
-def test_gradcheck_of_every_operation(
-    shared_pools: Callable[[str, int], mpgrad.Pool],
-    name: str,
-    function: Callable[[mpgrad.Pool], Callable[..., Any]],
-    engine: tuple[str, int],
-) -> None:
-    fn = function(shared_pools(*engine))
+@pytest.mark.parametrize(
+    "pool", [("process", 2), ("inline", 1)], indirect=True, ids=lambda engine: engine[0]
+)
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_gradcheck_of_every_operation(pool: mpgrad.Pool, operation: str) -> None:
+    fn = OPERATIONS[operation](pool)
     inputs = leaf(2), leaf(2, seed=1)
     assert gradcheck(fn, inputs, check_batched_grad=True)
     assert gradgradcheck(fn, inputs)
@@ -289,3 +278,32 @@ def test_graphs_are_not_searched_for_what_was_never_made() -> None:
         (first,) = torch.autograd.grad(pool.map(lambda x: x**3, [x])[0], x, create_graph=True)
         first.backward()
     assert x.grad == 12
+
+
+def test_a_loss_and_a_penalty_on_its_gradient(pool: mpgrad.Pool) -> None:
+    """Symptom: "backward through the graph a second time", for the commonest use of create_graph.
+    Cause: the call and its derivative share nodes in the worker, and are two backwards there; the
+    first one freed what the second needed."""
+    found = []
+    for loop in (pool.map, serial):
+        x, c = leaf(2), leaf(2, seed=1)
+        (result,) = loop(lambda t: (t * c).sin().exp() * t.prod(), [x])
+        (gradient,) = torch.autograd.grad(result.sum(), x, create_graph=True)
+        rows = [torch.autograd.grad(result[i], x, create_graph=True)[0] for i in range(2)]
+        (result.sum() + (gradient**2).sum() + torch.stack(rows).det()).backward()
+        found.append([x.grad, c.grad])
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            result.sum().backward()
+    assert all(torch.allclose(*pair, rtol=1e-12) for pair in zip(*found, strict=True))
+
+
+def test_many_derivatives_of_one_graph_do_not_add_up(pool2: mpgrad.Pool) -> None:
+    """Symptom: each backward took longer than the one before. Cause: a list of all derivatives a
+    graph ever had."""
+    x = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    (y,) = pool2.map(lambda x: x**3, [x])
+    for _ in range(20):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+    gc.collect()
+    torch.autograd.grad(y.sum(), x, create_graph=True)
+    assert len(y.grad_fn.graph.family) <= 3

@@ -356,7 +356,7 @@ def test_copies_that_pickling_made(any_pool: mpgrad.Pool, monkeypatch: pytest.Mo
         pairs = [{"net": [copying], "x": x} for x in items()]
         match = (
             f"would be lost: its result depends on a parameter of shape .* that {kind.__name__} "
-            "made as it was loaded"
+            "made when it was loaded"
         )
         check_raises(any_pool, copying, match)
         check_raises(any_pool, lambda x, copying=copying: copying(x) * 2, match)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import in_turn
 from torch.autograd import functional
 
 import mpgrad
@@ -118,8 +119,7 @@ CASES: dict[str, Case] = {
 NO_STACK = ("no rows", "nothing at all")
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "mode"), in_turn(CASES, MODES))
 def test_as_pytorch(case: str, mode: str, where: mpgrad.Pool | None) -> None:
     fn, args = CASES[case]
     inputs = args if len(args) > 1 else args[0]

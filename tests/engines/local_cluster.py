@@ -1,9 +1,8 @@
-"""Two nodes of a cluster that is only pretended: agents are programs on this machine, and no Ray is
-needed.
+"""Two nodes of a simulated cluster. Agents are programs on this machine, and Ray is not needed.
 
-As a plug-in of pytest (`-p local_cluster`) it runs whatever tests are named with it in the place of
-engine "process". With `MPGRAD_CLUSTER=ray` in the environment these are two nodes of a real Ray
-cluster on this machine.
+As a pytest plug-in (`-p local_cluster`) it replaces the engine "process" in all tests that pytest
+runs. With `MPGRAD_CLUSTER=ray` in the environment it uses two nodes of a real Ray cluster on this
+machine.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ CPUS = 4  # of each node
 
 
 def two_nodes(wanted: EngineRequest) -> Engine:
-    """Nodes "alpha" and "beta", with room for many."""
+    """Return an engine with the nodes "alpha" and "beta", which have room for many workers."""
     transport = LocalTransport([Node("a", "alpha", 64), Node("b", "beta", 64)])
     return ClusterEngine(transport, 2 if wanted.workers is None else wanted.workers, PATIENCE)
 
 
 def two_ray_nodes(wanted: EngineRequest) -> Engine:
-    """Of the cluster that `start_ray` has started."""
+    """Return an engine with the nodes of the cluster that `start_ray` has started."""
     return ENGINES["ray"].make(
         wanted._replace(workers=wanted.workers or 2, ray=Ray(cpus_per_worker=0.01))
     )
 
 
 def start_ray(nodes: int = 2, cpus: float = CPUS) -> Any:
-    """A cluster of so many nodes beside the head, which has no CPUs."""
+    """Start a cluster with this number of nodes beside the head, which has no CPUs."""
     stay_on_loopback()
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     cluster = importlib.import_module("ray.cluster_utils").Cluster(
@@ -64,7 +63,7 @@ def pytest_configure() -> None:
     ENGINES["process"] = EngineKind(TRAITS, make)
 
 
-OF_ONE_MACHINE = {  # tests that wait for what never happens here, and why
+OF_ONE_MACHINE = {  # tests that wait for events that never happen here, and why
     "test_a_pool_without_workers_for_a_moment": "the caller needs no descriptor to start a worker",
 }
 
@@ -73,7 +72,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if (why := OF_ONE_MACHINE.get(item.name)) is not None:
             item.add_marker(pytest.mark.skip(reason=why))
-    # it keeps sockets and processes of its own, which come and go
+    # Ray keeps its own sockets and processes, which come and go
     if os.environ.get("MPGRAD_CLUSTER") == "ray":
         conftest: Any = importlib.import_module("conftest")
         conftest.leftovers = lambda before: {}

@@ -537,7 +537,7 @@ def test_a_site_without_room_fails_the_calls_that_need_it(fork_server: mpgrad.Po
             lacks(
                 pool,
                 [torch.ones(3), large],
-                r"80,000,000 bytes asked for; File too large\); raise the limit of the size",
+                r"80,000,000 bytes requested; File too large\); raise the limit of the size",
             )
             assert [each.item() for each in pool.map(torch.sum, xs, 1)] == sums
         assert [each.item() for each in pool.map(torch.sum, [torch.ones(3), large], 1)] == [
@@ -929,13 +929,13 @@ def test_a_site_that_does_not_come(
         found = pool.map_async(abs, [-1])
         eventually(
             lambda: (
-                "an agent for 3 workers (on node alpha) has not come for 0.1 s; other jobs"
+                "an agent for 3 workers (on node alpha) has not started for 0.1 s; other jobs"
                 in caplog.text
             )
         )
         transport.agents[0].process.send_signal(signal.SIGCONT)
         assert found.get() == [1]
-    assert caplog.text.count("has not come") == 1
+    assert caplog.text.count("has not started") == 1
 
 
 @pytest.mark.quick

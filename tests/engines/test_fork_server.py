@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from conftest import gone, linux_only
+from conftest import gone, linux_only, said_by
 
 pytestmark = linux_only("the fork server")
 
@@ -143,3 +144,98 @@ with_block()
 def test_one_that_has_been_stopped_is_killed() -> None:
     done = run(STOPPED)
     assert (done.stderr, done.returncode) == ("", 0)
+
+
+@pytest.mark.slow
+@linux_only("the fork server")
+def test_a_fork_that_fails(tmp_path: Path) -> None:
+    """It ended the fork server, and with it all workers of all pools."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\n"
+        "fork, count = os.fork, [0]\n"
+        "def failing():\n"
+        "    count[0] += 1\n"
+        "    if count[0] == 3: raise BlockingIOError(11, 'Resource temporarily unavailable')\n"
+        "    return fork()\n"
+        "os.fork = failing\n"
+    )
+    code = (
+        "with mpgrad.Pool(2) as pool:\n"
+        "    pool.map(abs, range(8), chunksize=1)\n"
+        "    pids = {worker.pid for worker in pool.stats().workers}\n"
+        "    pool.resize(3)\n"
+        "    while len(pool.stats().workers) < 3: time.sleep(0.01)\n"
+        "    print(pids <= {worker.pid for worker in pool.stats().workers}, pool.map(abs, [-1]))\n"
+    )
+    assert said_by(code, PYTHONPATH=str(tmp_path)) == "True [1]\n"
+
+
+@pytest.mark.slow
+@linux_only("the fork server")
+def test_the_fork_server_is_dying_and_nobody_can_know() -> None:
+    """A process that is killed closes its pipes before its parent is told; successors of its
+    workers were asked of it."""
+    code = (
+        "from mpgrad.engines.launch import ForkServerLauncher, ForkServerProcess\n"
+        "# without a look\n"
+        "ForkServerProcess.alive = property(lambda self: self._process.returncode is None)\n"
+        "with mpgrad.Pool(2) as first, mpgrad.Pool(1) as second:\n"
+        "    (fork_server,) = psutil.Process().children()\n"
+        "    print(first.map(abs, [-1, -2]), second.map(abs, [-3]))\n"
+        "    fork_server.kill()\n"
+        "    while first.stats().deaths < 2 or second.stats().deaths < 1: time.sleep(0.001)\n"
+        "    print(first.map(abs, [-4, -5]), second.map(abs, [-6]))\n"
+        "    print(len(psutil.Process().children()))\n"
+        "ForkServerLauncher.end_unused()\n"
+        "print(len(psutil.Process().children()))\n"
+    )
+    assert said_by(code).splitlines() == ["[1, 2] [3]", "[4, 5] [6]", "1", "0"]
+
+
+@pytest.mark.slow
+@linux_only("the fork server")
+def test_a_fork_while_another_thread_starts_the_fork_server() -> None:
+    """The child waited for ever for a lock whose owner it did not have."""
+    code = (
+        "import threading\n"
+        "from mpgrad.engines.launch import ForkServerLauncher\n"
+        "held, go = threading.Event(), threading.Event()\n"
+        "def holds():\n"
+        "    with ForkServerLauncher._lock: held.set(), go.wait()\n"
+        "thread = threading.Thread(target=holds)\n"
+        "thread.start(), held.wait()\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    with mpgrad.Pool(1) as pool: print(pool.map(abs, [-1]), flush=True)\n"
+        "    os._exit(0)\n"
+        "status = os.waitpid(child, 0)[1]\n"
+        "go.set(), thread.join(), print(status)\n"
+    )
+    assert said_by(code) == "[1]\n0\n"
+
+
+@pytest.mark.slow
+def test_a_fork_server_that_somebody_has_stopped() -> None:
+    """The end of the last pool waited for it for ever."""
+    code = (
+        "pool = mpgrad.Pool(1)\n"
+        "assert pool.map(abs, [-1]) == [1]\n"
+        "psutil.Process().children()[0].suspend()\n"
+        "pool.terminate()\n"
+        "print(psutil.Process().children())\n"
+    )
+    assert said_by(code) == "[]\n"
+
+
+@pytest.mark.slow
+def test_a_caller_that_blocks_signals() -> None:
+    """The fork server had that from it, and never learnt that a worker had ended: nobody got its
+    exit code, and all waited."""
+    code = (
+        "import signal\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())\n"
+        "with mpgrad.Pool(1, retries=0) as pool:\n"
+        "    try: pool.map(lambda x: os.kill(os.getpid(), 9), [1])\n"
+        "    except mpgrad.WorkerDiedError as error: print(error.exit_code)\n"
+    )
+    assert said_by(code) == "-9\n"

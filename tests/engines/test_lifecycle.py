@@ -416,3 +416,34 @@ def test_what_is_left_at_the_end_of_the_program() -> None:
     assert ended.returncode == 0 and not ended.stderr
     _, _, after = ended.stdout.partition("ends")
     assert after.count("SharedFunction") == 1 and "exception" not in after, after
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "moment", [pytest.param("in the launcher", marks=linux_only("the fork server")), "in the arena"]
+)
+def test_a_pool_is_collected_while_locks_are_held(
+    fork_server: mpgrad.Pool, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its finalizer waited for a thread that waited for the lock."""
+    dropped: Any = mpgrad.Pool(1)
+    x = torch.ones(5000, requires_grad=True)
+    (y,) = dropped.map(lambda x: x * 2, [x])
+    dropped.itself = dropped  # a cycle
+    gc.disable()
+    try:
+        del dropped
+        if moment == "in the launcher":
+            alive: Any = mpgrad.engines.launch.ForkServerProcess.alive.fget  # type: ignore[attr-defined]
+            collecting = property(lambda self: (gc.collect(), alive(self))[1])
+            monkeypatch.setattr("mpgrad.engines.launch.ForkServerProcess.alive", collecting)
+            mpgrad.Pool(1).terminate()
+        else:
+            free = mpgrad.memory.arena.free_memory
+            monkeypatch.setattr(
+                "mpgrad.memory.arena.free_memory", lambda: (gc.collect(), free())[1]
+            )
+            with pytest.raises(mpgrad.PoolClosedError):
+                y.backward(torch.ones(5000) * 2)
+    finally:
+        gc.enable()

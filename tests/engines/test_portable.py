@@ -173,8 +173,8 @@ def test_a_system_without_sockets_that_carry_descriptors() -> None:
     )
     assert done.stdout == "imported\n"
     assert done.stderr.splitlines()[-1] == (
-        "ImportError: mpgrad needs Unix sockets that carry file descriptors (socket.SCM_RIGHTS), "
-        "which this system lacks "
+        "ImportError: mpgrad needs Unix sockets that can pass file descriptors "
+        "(socket.SCM_RIGHTS), which this system lacks "
         f"(system: {sys.platform}); on Windows run it in WSL 2"
     )
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import alive, first_are_quick, gone, linux_only
+from conftest import alive, first_are_quick, gone, in_turn, linux_only
 
 import mpgrad
 from mpgrad.engines.launch import (
@@ -445,7 +445,7 @@ READS = (
     [
         ("fewer", "the same"),
         ("another user's", "the same"),
-        ("not by being root", "a worker cannot become what this process is (CapEff: "),
+        ("not by being root", "a worker cannot take over the state of this process (CapEff: "),
     ],
 )
 def test_rights_of_the_workers_of_root(tmp_path: Path, rights: str, said: str) -> None:
@@ -477,7 +477,7 @@ with mpgrad.Pool(1, context="forkserver") as old:
 @pytest.mark.slow
 def test_the_fork_server_of_multiprocessing_after_rights_were_given_up() -> None:
     done = run(FORK_SERVER, cwd="/")
-    assert done.stdout.startswith("the fork server of multiprocessing has other rights")
+    assert done.stdout.startswith("the fork server of multiprocessing has different rights")
 
 
 # --- what is no Python
@@ -488,6 +488,13 @@ echo started >> {folder}/starts
 test $(wc -l < {folder}/starts) -gt 5 && exit 9
 exec {python} {folder}/main.py
 """
+# the file's name, whether the program says that it is frozen, and how often it starts
+PROGRAMS = {
+    "frozen": ("program", True, 1),
+    "no Python": ("program", False, 2),
+    "named like Python": ("python3", False, 2),
+    "without a name": ("", False, 1),
+}
 MAIN = """
 import sys
 sys.executable = {executable!r}
@@ -502,25 +509,22 @@ except RuntimeError as error:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("context", [None, "spawn", "forkserver"])
-@pytest.mark.parametrize(
-    ("name", "frozen", "starts"),
-    [("program", True, 1), ("program", False, 2), ("python3", False, 2), ("", False, 1)],
-)
+@pytest.mark.parametrize(("program", "context"), in_turn(PROGRAMS, [None, "spawn", "forkserver"]))
 def test_a_program_that_is_no_python_is_not_started_again_and_again(
-    tmp_path: Path, context: str | None, name: str, frozen: bool, starts: int
+    tmp_path: Path, program: str, context: str | None
 ) -> None:
     """Each start of workers ran the program's main module again, which started workers."""
+    name, frozen, starts = PROGRAMS[program]
     if PORTABLE and name == "python3":
         pytest.skip("only Linux tells what program this is")
-    program = tmp_path / (name or "program")
-    program.write_text(PROGRAM.format(folder=tmp_path, python=sys.executable))
-    program.chmod(0o755)
-    main = MAIN.format(executable=str(program) if name else "", frozen=frozen, context=context)
+    file = tmp_path / (name or "program")
+    file.write_text(PROGRAM.format(folder=tmp_path, python=sys.executable))
+    file.chmod(0o755)
+    main = MAIN.format(executable=str(file) if name else "", frozen=frozen, context=context)
     (tmp_path / "main.py").write_text(main)
-    done = subprocess.run([program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([file], capture_output=True, text=True, timeout=60)
     expected = (
-        f"this program's executable is not one (executable: {str(program) if name else ''!r})"
+        f"this program's executable is not one (executable: {str(file) if name else ''!r})"
         if name
         else "is not one (executable: '')"
     )
@@ -741,3 +745,17 @@ def test_pytorchs_warning_of_a_missing_numpy_is_the_callers(
     assert program("warning", "main").wait(20) == 0
     warned = capfd.readouterr().err
     assert "another" in warned and "NumPy" not in warned
+
+
+def test_a_working_directory_that_was_deleted(tmp_path: Path, fork_server: mpgrad.Pool) -> None:
+    # symptom: InternalError(FileNotFoundError). cause: os.getcwd where workers are started.
+    before = os.getcwd()
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    os.chdir(gone)
+    gone.rmdir()
+    try:
+        with mpgrad.Pool(1) as pool:
+            assert pool.map(abs, [-1]) == [1]
+    finally:
+        os.chdir(before)

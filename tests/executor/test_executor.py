@@ -25,14 +25,15 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import every_loss_gets, gone
+from conftest import every_loss_gets, first_are_quick, gone, said_by
 
 import mpgrad
 from mpgrad.scheduling import dispatcher
 
 PATIENCE = 20.0  # seconds
 FORK = multiprocessing.get_context("fork")  # Python 3.14's own would leave a server
-BOTH = [mpgrad.Executor, functools.partial(concurrent.futures.ProcessPoolExecutor, mp_context=FORK)]
+STANDARD = functools.partial(concurrent.futures.ProcessPoolExecutor, mp_context=FORK)
+BOTH = first_are_quick(1, [mpgrad.Executor, STANDARD])
 both = pytest.mark.parametrize("kind", BOTH, ids=["mpgrad", "concurrent.futures"])
 
 
@@ -829,3 +830,54 @@ def test_workers_are_replaced() -> None:
     with mpgrad.Executor(1, max_tasks_per_child=2) as executor:
         pids = list(executor.map(pid, range(6), chunksize=1))
     assert len(set(pids)) == 3
+
+
+class Submits:
+    """Uses an executor where it is pickled, in a thread of its own if need be."""
+
+    def __init__(self, executor: mpgrad.Executor, in_thread: bool) -> None:
+        self.executor, self.in_thread = executor, in_thread
+
+    def __reduce__(self) -> Any:
+        found = []
+        ask = threading.Thread(
+            target=lambda: found.append(self.executor.submit(abs, -3).result(20)), daemon=True
+        )
+        if self.in_thread:
+            ask.start()
+            ask.join(20)
+        else:
+            ask.run()
+        return int, (found[0],)
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_code_that_pickles_may_use_the_executor(fork_server: mpgrad.Pool, in_thread: bool) -> None:
+    # symptom: a hang. cause: `submit` held a lock, which is not re-entrant, while the caller's code
+    # pickled the arguments.
+    with mpgrad.Executor(1) as executor:
+        ask = threading.Thread(
+            target=lambda: found.append(executor.submit(abs, Submits(executor, in_thread))),
+            daemon=True,
+        )
+        found: list[Any] = []
+        ask.start()
+        ask.join(20)
+        assert found and found[0].result(20) == 3
+
+
+@pytest.mark.slow
+def test_a_forked_child_of_a_program_with_executors() -> None:
+    """It stumbled over its parent's as it ended, and did not finish what it had submitted to its
+    own."""
+    code = (
+        "executors = [mpgrad.Executor(1) for _ in range(3)]\n"
+        "assert [each.submit(abs, -1).result() for each in executors] == [1] * 3\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    own = mpgrad.Executor(1)\n"
+        "    own.submit(lambda: (time.sleep(0.3), print('done', flush=True)))\n"
+        "    sys.exit(0)\n"
+        "print(os.waitpid(child, 0)[1])\n"
+    )
+    assert said_by(code) == "done\n0\n"

@@ -245,7 +245,7 @@ def test_numbers_of_jobs() -> None:
     backend = mpgrad.joblib.MpgradBackend(nesting_level=0)
     cpus = joblib.effective_n_jobs(-1)
     assert [backend.effective_n_jobs(n) for n in (None, 1, 3, -1, -1000)] == [1, 1, 3, cpus, 1]
-    with pytest.raises(ValueError, match=r"take -1 \(n_jobs: 0\)"):
+    with pytest.raises(ValueError, match=r"pass -1 \(n_jobs: 0\)"):
         backend.effective_n_jobs(0)
     with joblib.parallel_config(backend="mpgrad"):
         # serial, as with joblib's own backends

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import gc
 import io
 import itertools
 import logging
 import os
 import re
+import resource
 import signal
 import socket
 import stat
@@ -22,17 +24,22 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import linux_only
+from conftest import linux_only, said_by
 
 import mpgrad
+from mpgrad.errors import SharedMemoryError
+from mpgrad.memory.arena import Arena, ForeignSlabs
 from mpgrad.wire.agent_messages import CrashTraceback
+from mpgrad.wire.frames import Channel
 from mpgrad.wire.messages import NewSlab, Results, ReturnedSlots, StartFailure, Stop
 from mpgrad.wire.pipe import HEADER, MARK, UnreadableFrame, framed
+from mpgrad.wire.tensor_refs import Packer, Payload
 
 TESTS = {
     **os.environ,
@@ -388,3 +395,185 @@ def test_threads_of_a_task_that_print_at_once(pool2: mpgrad.Pool) -> None:
         pool2.map(fn, [0])
     assert out.getvalue().replace("of another thread\n", "") == "begins, ends"
     assert out.getvalue().count("of another thread\n") in (1, 2)
+
+
+def test_statistics_without_a_free_descriptor(pool2: mpgrad.Pool) -> None:
+    # symptom: OSError from `stats`. cause: how much memory a worker has is read from a file.
+    pool2.map(abs, [-1] * 8, 1)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+    try:
+        found = pool2.stats()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert [each.resident_bytes for each in found.workers] == [0, 0] and found.calls >= 8
+
+
+PATIENCE = 20.0  # seconds
+
+
+@pytest.fixture
+def no_descriptors() -> Iterator[Any]:
+    """Take all descriptors away, and give them back."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.slow
+def test_a_pool_without_workers_for_a_moment(
+    fork_server: mpgrad.Pool, no_descriptors: Any, tmp_path: Path
+) -> None:
+    """The successor of a worker that had done its calls could not be started, and nobody tried
+    again."""
+    word, go = tmp_path / "word", tmp_path / "go"
+
+    def waits(x: int) -> int:
+        word.touch()
+        while not go.exists():
+            time.sleep(1e-3)
+        return x
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with mpgrad.Pool(1, maxtasksperchild=1) as pool:
+        pool.map(abs, [1])
+        result = pool.map_async(waits, [1, 2], chunksize=1)
+        while not word.exists():
+            time.sleep(1e-3)
+        no_descriptors()
+        os.symlink("/", go)  # takes no descriptor
+        while pool._scheduler.supervisor._refused_since is None:
+            time.sleep(1e-3)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert result.get(PATIENCE) == [1, 2]
+
+
+@pytest.mark.slow
+def test_a_frame_that_is_half_sent_needs_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread cannot be killed: it waited for the rest of a frame for ever, and its calls for
+    it."""
+
+    def refuse(descriptors: Any) -> list[int]:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with mpgrad.Pool(1, engine="thread") as pool:
+        pool.map(abs, [1])
+        monkeypatch.setattr("mpgrad.wire.pipe.duplicates", refuse)
+        result = pool.map_async(len, [bytes(1 << 22)])  # more than a pipe takes at once
+        assert result.get(PATIENCE) == [1 << 22]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", [None, (1 << 32, 64)])
+def test_captures_that_cannot_be_mapped_are_given_back(block: tuple[int, int] | None) -> None:
+    """The first was; those behind it, which nobody had looked at, stayed in use for as long as the
+    pool lived.
+
+    Only captures on devices have slots of their own, so this asks the worker's side directly.
+    """
+    from mpgrad.workers.memory import WorkerDevice, WorkerMemory
+
+    ref = Payload().add(Packer(Arena(1)).pack(torch.zeros(4), 0))
+    refs = [ref._replace(place=number << 32) for number in (2, 3, 4)]
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        memory = WorkerMemory(1, Channel(theirs, blocking=True), WorkerDevice())
+        for number in range(1, 5):
+            memory._foreign_slabs.attach(number, None, 4096)  # no descriptor was free
+        with pytest.raises(mpgrad.SharedMemoryError):
+            memory.captures(block, refs)
+    returned = [ref.place for ref in refs] + ([] if block is None else [block[0]])
+    assert sorted(memory.take_returns()) == sorted((address, 1) for address in returned)
+
+
+@pytest.mark.slow
+def test_many_open_files() -> None:
+    """Above 1,024 descriptors any death, and the end, broke the pool: `select` knows no more."""
+    code = (
+        "soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))\n"
+        "held = [os.open('/dev/null', os.O_RDONLY) for _ in range(1100)]\n"
+        "with mpgrad.Pool(2) as pool:\n"
+        "    pool.map(abs, range(8), chunksize=1)\n"
+        "    result = pool.map_async(lambda x: time.sleep(0.3) or x, [1, 2])\n"
+        "    time.sleep(0.1); os.kill(pool.stats().workers[0].pid, 9)\n"
+        "    print(result.get(20))\n"
+    )
+    assert said_by(code) == "[1, 2]\n"
+
+
+@pytest.mark.slow
+def test_a_pool_for_which_no_descriptor_is_left() -> None:
+    """It counted as a user of the fork server, which stayed when all pools had ended; and so did
+    its pipe."""
+    code = (
+        "from mpgrad.engines.launch import ForkServerLauncher\n"
+        "first = mpgrad.Pool(1)\n"
+        "assert first.map(abs, [-1]) == [1]\n"
+        "before = psutil.Process().num_fds()\n"
+        "for spare in range(3):\n"
+        "    resource.setrlimit(resource.RLIMIT_NOFILE, (64, "
+        "resource.getrlimit(resource.RLIMIT_NOFILE)[1]))\n"
+        "    held = []\n"
+        "    try:\n"
+        "        while True: held.append(os.dup(0))\n"
+        "    except OSError: pass\n"
+        "    for _ in range(spare): os.close(held.pop())\n"
+        "    try: mpgrad.Pool(1)\n"
+        "    except OSError as error: print(error.errno == 24, end=' ')\n"
+        "    for each in held: os.close(each)\n"
+        "    assert psutil.Process().num_fds() == before, spare\n"
+        "first.terminate()\n"
+        "ForkServerLauncher.end_unused()\n"
+        "print(psutil.Process().children())\n"
+    )
+    assert said_by(code) == "True True True []\n"
+
+
+LARGE = 10 << 20  # elements, whose memory is a slab of its own
+
+
+def forget_first_slab(lost: list[int]) -> Callable[..., None]:
+    """In place of `ForeignSlabs.attach`: as where no descriptor is free for the first slab that
+    comes."""
+    attach = ForeignSlabs.attach
+
+    def attached(self: ForeignSlabs, number: int, descriptor: int | None, nbytes: int) -> None:
+        if not lost and descriptor is not None:
+            lost.append(number)
+            os.close(descriptor)
+            descriptor = None
+        attach(self, number, descriptor, nbytes)
+
+    return attached
+
+
+def lose_first_slab() -> None:
+    ForeignSlabs.attach = forget_first_slab([])  # type: ignore[method-assign]
+
+
+@pytest.mark.slow
+def test_a_slab_for_which_no_descriptor_was_free_is_sent_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was not, and everything that was put there from then on could not be had."""
+    lost: list[int] = []
+    with mpgrad.Pool(1) as pool:
+        assert pool.map(abs, [-1]) == [1]  # it is there, with its first slab
+        monkeypatch.setattr(ForeignSlabs, "attach", forget_first_slab(lost))
+        with pytest.raises(SharedMemoryError, match="no file descriptor was free"):
+            pool.map(torch.ones, [LARGE])
+        assert lost
+        for _ in range(3):
+            assert pool.map(torch.ones, [LARGE])[0].sum() == LARGE
+
+
+@pytest.mark.slow
+def test_likewise_in_a_worker() -> None:
+    with mpgrad.Pool(1, initializer=lose_first_slab) as pool:
+        with pytest.raises(SharedMemoryError, match="no file descriptor was free"):
+            pool.map(torch.sum, [torch.ones(100_000)])
+        for _ in range(3):
+            assert pool.map(torch.sum, [torch.ones(100_000)] * 3) == [100_000] * 3

@@ -231,7 +231,7 @@ for what in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE):
         for _ in range(3):
             error = error_of(lambda: pool.map(lambda t: t.sum(), [large]))
             assert isinstance(error, mpgrad.SharedMemoryError), repr(error)
-            assert "104,857,600 bytes asked for" in str(error), repr(error)
+            assert "104,857,600 bytes requested" in str(error), repr(error)
             works(pool)
         unlimited(what)
         pool.map(lambda t: t.sum(), [large])[0].backward()

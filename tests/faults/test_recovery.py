@@ -10,17 +10,18 @@ import logging
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
-from conftest import every_loss_gets, first_are_quick, linux_only, staffed
+from conftest import every_loss_gets, first_are_quick, linux_only, said_by, staffed
 
 import mpgrad
 from mpgrad.calls.packing import PackedCall
@@ -791,7 +792,6 @@ def test_the_fork_server_dies_with_graphs_in_its_children() -> None:
 
 def run_with_own_fork_server() -> str:
     """In a process of its own: the fork server of this one is shared by all tests."""
-    import subprocess
 
     program = """
 import os, signal, psutil, torch, mpgrad
@@ -828,7 +828,7 @@ def run_threads_under_fire(pool: mpgrad.Pool) -> None:
     def use(seed: int) -> None:
         try:
             for done in range(1000):
-                if done >= 12 and pool.stats().deaths > 3:  # however fast it goes
+                if done >= 6 and pool.stats().deaths > 3:  # however fast it goes
                     break
                 weight = torch.full((3,), float(seed), requires_grad=True)
                 xs: Sequence[Tensor] = [
@@ -853,7 +853,7 @@ def run_threads_under_fire(pool: mpgrad.Pool) -> None:
     for thread in threads:
         thread.join()
     assert not errors, errors
-    assert len(rounds) >= 48 and pool.stats().deaths > 3
+    assert len(rounds) >= 24 and pool.stats().deaths > 3
 
 
 @pytest.mark.parametrize(
@@ -899,3 +899,266 @@ def run_threads_under_fire(pool: mpgrad.Pool) -> None:
 def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         mpgrad.Pool(1, **arguments)
+
+
+def test_calls_go_back_to_the_queue_in_their_order(fork_server: mpgrad.Pool) -> None:
+    # symptom: a hang. cause: two chunks of a dead worker were put back one before the other, and a
+    # failure in the later one then dropped calls of the earlier one that were still wanted.
+    def fn(k: int) -> int:
+        if k == 4:
+            raise LookupError(k)
+        return k
+
+    with mpgrad.Pool(1) as pool:
+        pid = pool.apply(os.getpid)
+        os.kill(pid, signal.SIGSTOP)
+        result = pool.map_async(fn, range(6), 4)
+        time.sleep(0.3)  # both chunks are in the pipe of the stopped worker
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(LookupError):
+            result.get(20)
+
+
+class KillsItsLoader:
+    def __reduce__(self) -> Any:
+        return os._exit, (3,)
+
+    def __call__(self, x: int) -> int:
+        return x
+
+
+def test_a_function_that_kills_whoever_loads_it(fresh_pool: mpgrad.Pool) -> None:
+    # symptom: workers were replaced for ever. cause: a call that had not begun was put back without
+    # counting.
+    with pytest.raises(
+        mpgrad.WorkerDiedError,
+        match=r"exited with status 3 \(phase: loading the function, item 0 of KillsItsLoader\)",
+    ):
+        fresh_pool.map(KillsItsLoader(), [1])
+    assert fresh_pool.map(abs, [-1]) == [1]
+
+
+def test_a_former_result_of_a_worker_that_has_died(fresh_pool: mpgrad.Pool) -> None:
+    # symptom: InternalError(KeyError). cause: the memory was forgotten with the worker, although a
+    # result still lay in it.
+    made = fresh_pool.map(lambda k: (os.getpid(), torch.ones(20_000)), range(4), 1)
+    ones = [tensor for _, tensor in made]
+    os.kill(made[0][0], signal.SIGKILL)
+    for _ in range(3):
+        assert [float(r.sum()) for r in fresh_pool.map(lambda t: t * 2, ones)] == [40_000.0] * 4
+
+
+def test_memory_of_a_dead_worker_that_another_has_seen_before(fork_server: mpgrad.Pool) -> None:
+    # symptom: KeyError in the task. cause: the other was told that the memory is new again, and
+    # then that it is gone.
+    with mpgrad.Pool(2) as pool:
+        made = pool.map(lambda k: (os.getpid(), torch.ones(20_000)), range(20), 1)
+        results = [tensor for _, tensor in made]
+        for _ in range(3):
+            assert [float(r.sum()) for r in pool.map(lambda t: t * 2, results)] == [40_000.0] * 20
+        os.kill(made[0][0], signal.SIGKILL)
+        for _ in range(3):
+            assert [float(r.sum()) for r in pool.map(lambda t: t * 2, results)] == [40_000.0] * 20
+
+
+PATIENCE = 20.0  # seconds
+
+
+def replace_all(pool: mpgrad.Pool) -> None:
+    """Kill all workers, and wait until others have taken their places."""
+    dead = {worker.pid for worker in pool.stats().workers}
+    for pid in dead:
+        os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + PATIENCE
+    while (
+        dead & {worker.pid for worker in pool.stats().workers}
+        or len(pool.stats().workers) < pool.processes
+    ):
+        assert time.monotonic() < deadline
+        time.sleep(1e-3)
+
+
+@pytest.mark.slow
+def test_without_retries_nothing_runs_twice(fork_server: mpgrad.Pool) -> None:
+    """Calls of the chunk that were done before another one killed the worker added to their inputs
+    once more."""
+
+    def adds(x: Tensor) -> float:
+        if x[1] == 7:
+            os._exit(3)
+        return float(x.add_(1)[0])
+
+    items = [torch.zeros(20_000) for _ in range(4)]
+    items[2][1] = 7
+    with mpgrad.Pool(1, retries=0) as pool:
+        found = pool.map(adds, items, chunksize=4, on_error="return")
+    assert [type(each) for each in found] == [mpgrad.WorkerDiedError] * 3 + [float]
+    assert found[3] == 1.0 and all(each.item == 2 for each in found[:3])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [False, True])
+def test_a_derived_graph_whose_input_was_changed(fresh_pool: mpgrad.Pool, kills: bool) -> None:
+    """The second derivative was taken at the changed input, if a worker had died; the serial loop
+    raises."""
+    x = torch.ones(5000, requires_grad=True)
+    (y,) = fresh_pool.map(lambda x: x * 2, [x])
+    (z,) = fresh_pool.map(lambda y: y**3, [y])
+    (d,) = torch.autograd.grad(z.sum(), y, create_graph=True)
+    with torch.no_grad():
+        y.mul_(10)
+    if kills:
+        replace_all(fresh_pool)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(d.sum(), y)
+
+
+@pytest.mark.slow
+def test_a_call_that_needs_no_gradient_when_it_is_run_again(
+    fresh_pool: mpgrad.Pool, tmp_path: Path
+) -> None:
+    """For a derived graph, the backward was sent again without end."""
+    flag = tmp_path / "flag"
+    x = torch.ones(3, requires_grad=True)
+    (y,) = fresh_pool.map(lambda x: (x**3).detach() if flag.exists() else x**3, [x])
+    (d,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    flag.touch()
+    replace_all(fresh_pool)
+    with pytest.raises(
+        RuntimeError, match="no output of the function needed gradients when it was run again"
+    ):
+        torch.autograd.grad(d.sum(), x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("timeout", [None, 1.0])
+def test_a_worker_that_dies_and_leaves_a_child(
+    fork_server: mpgrad.Pool, tmp_path: Path, timeout: float | None
+) -> None:
+    """The child held the worker's end of the pipe, so that nobody saw the death."""
+    flag = tmp_path / "child"
+
+    def forks(x: int) -> int:
+        if not flag.exists():
+            pid = os.fork()
+            if pid == 0:
+                time.sleep(100)
+                os._exit(0)
+            flag.write_text(str(pid))
+            os.kill(os.getpid(), signal.SIGKILL)
+        return x
+
+    started = time.monotonic()
+    with mpgrad.Pool(1, timeout=timeout) as pool:
+        assert pool.map(forks, [1]) == [1]
+    assert time.monotonic() - started < 50
+    os.kill(int(flag.read_text()), signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_many_workers_that_start_die_at_once() -> None:
+    """Three starts in a row failed, it seemed; it was one event."""
+    code = (
+        "with mpgrad.Pool(4) as pool:\n"
+        "    while not psutil.Process().children(): time.sleep(0.001)\n"
+        "    psutil.Process().children()[0].kill()\n"
+        "    print(pool.map(abs, [-1, -2]))\n"
+    )
+    assert said_by(code) == "[1, 2]\n"
+
+
+@pytest.mark.slow
+def test_gradients_for_graphs_that_are_missing(fork_server: mpgrad.Pool) -> None:
+    """Their shared memory was never given back."""
+    with mpgrad.Pool(1, graphs="recompute") as pool:
+        for _ in range(4):
+            x = torch.ones(50_000, requires_grad=True)
+            (y,) = pool.map(lambda x: x**3, [x])
+            (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+            (y.sum() + (g**2).sum()).backward()
+            assert torch.equal(x.grad, torch.full_like(x, 3 + 2 * 3 * 6.0))
+            del x, y, g
+        deadline = time.monotonic() + PATIENCE
+        while pool._scheduler.memory.arena.bytes_in_use:
+            assert time.monotonic() < deadline, pool.stats()
+            pool.map(abs, [1])
+
+
+@pytest.mark.slow
+def test_memory_of_dead_workers_in_a_survivor(fresh_pool: mpgrad.Pool) -> None:
+    """A survivor kept a mapping, and a descriptor, for each worker whose results it had read after
+    its death."""
+
+    def slowly(y: Tensor) -> Tensor:
+        time.sleep(0.02)
+        return y.sum()
+
+    staffed(fresh_pool).map(slowly, [torch.ones(3)] * 4)
+    survivor = min(worker.pid for worker in fresh_pool.stats().workers)
+    counts = []
+    for _ in range(8):
+        results = fresh_pool.map(lambda x: x + 1, [torch.ones(300_000)] * 4, chunksize=1)
+        others = {worker.pid for worker in fresh_pool.stats().workers} - {survivor}
+        for pid in others:
+            os.kill(pid, signal.SIGKILL)
+        while (
+            others & {worker.pid for worker in fresh_pool.stats().workers}
+            or len(fresh_pool.stats().workers) < 2
+        ):
+            time.sleep(1e-3)
+        fresh_pool.map(slowly, results, chunksize=1)
+        del results
+        fresh_pool.map(slowly, [torch.ones(3)] * 4, chunksize=1)
+        counts.append(len(os.listdir(f"/proc/{survivor}/fd")))
+    assert counts[-1] <= counts[2] + 1, counts
+
+
+@pytest.mark.slow
+def test_graphs_that_were_released_as_they_were_dropped(fork_server: mpgrad.Pool) -> None:
+    """They counted as missing for ever, and the number of graphs went below 0."""
+    with mpgrad.Pool(1, graph_memory="12 MB") as pool:
+        for _ in range(3):
+            x = torch.ones(1_500_000, requires_grad=True)
+            first = pool.map(lambda x: (x * 2).exp(), [x])
+            later = pool.map_async(lambda x: (time.sleep(0.2), (x * 2).exp())[1], [x])
+            del first
+            del x
+            later.get()
+            del later
+        deadline = time.monotonic() + PATIENCE
+        (worker,) = pool._scheduler.workers.values()
+        while worker.graphs:
+            assert time.monotonic() < deadline, pool.stats()
+            pool.map(abs, [1])
+        assert pool.stats().workers[0].graphs == 0
+
+
+@pytest.mark.slow
+def test_the_sizes_of_graphs_that_are_gone() -> None:
+    """The heap of sizes kept them all."""
+    from mpgrad.workers.graphs import GraphEdges, GraphTable
+
+    table = GraphTable(1 << 40)
+    for call in range(10_000):
+        table.keep(call, GraphEdges(cast("Any", None), [], []), 1000)
+        table.note_emptied(call)
+        table.release(call)
+    assert table.nbytes == 0 and len(table._largest) < 2000
+
+
+@pytest.mark.slow
+def test_a_program_that_a_call_started_and_that_outlives_its_worker(
+    fresh_pool: mpgrad.Pool, tmp_path: Path
+) -> None:
+    """It held the worker's end of the pipe open: the death was seen when it had ended."""
+
+    def starts(flag: Path) -> bool:
+        if not flag.exists():
+            os.system(f"sleep 100 & echo $! > {flag}")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return True
+
+    begin = time.monotonic()
+    assert fresh_pool.map(starts, [tmp_path / "flag"]) == [True]
+    assert time.monotonic() - begin < 50
+    os.kill(int((tmp_path / "flag").read_text()), signal.SIGKILL)

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import fractions
 import functools
+import math
 import os
 import signal
 import time
@@ -281,3 +283,107 @@ def test_a_call_that_a_stopped_worker_has_next_is_not_charged(fork_server: mpgra
             os.kill(worker.pid, signal.SIGSTOP)
             assert pool.map(abs, [-1, -2]) == [1, 2]
             assert pool.stats().deaths == deaths + 1
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "seconds", [30 * 86400, 1e9, 1e300, math.inf, fractions.Fraction(10**10)], ids=str
+)
+def test_time_limits_of_any_length(seconds: Any, fork_server: mpgrad.Pool) -> None:
+    # symptom: InternalError for all calls of the pool, OverflowError where one waited. cause: the
+    # system takes milliseconds as 32 bits where the pool sleeps, and nanoseconds as 64 where a
+    # caller does.
+    with mpgrad.Pool(1, timeout=seconds) as pool:
+        assert pool.map(abs, [-1], timeout=seconds) == [1]
+        future, result = pool.submit(time.sleep, 0.02), pool.map_async(time.sleep, [0.02])
+        future.cancel_after(seconds)
+        assert future.result(seconds) is None and future.exception(seconds) is None
+        result.wait(seconds)
+        assert result.get(seconds) == [None]
+        assert pool.imap(time.sleep, [0.02]).next(seconds) is None
+    with mpgrad.Executor(1, timeout=seconds) as executor:
+        assert list(executor.map(time.sleep, [0.02], timeout=seconds)) == [None]
+
+
+WAITS: dict[str, Callable[[mpgrad.Pool, Any], Any]] = {
+    "a map": lambda pool, seconds: pool.map(abs, [-1], timeout=seconds),
+    "get": lambda pool, seconds: pool.map_async(abs, [-1]).get(seconds),
+    "wait": lambda pool, seconds: pool.map_async(abs, [-1]).wait(seconds),
+    "next": lambda pool, seconds: pool.imap(abs, [-1]).next(seconds),
+    "result": lambda pool, seconds: pool.submit(abs, -1).result(seconds),
+    "exception": lambda pool, seconds: pool.submit(abs, -1).exception(seconds),
+    "cancel_after": lambda pool, seconds: pool.submit(abs, -1).cancel_after(seconds),
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
+def test_what_is_no_time_is_refused_by_name(
+    pool: mpgrad.Pool, wait: Callable[[mpgrad.Pool, Any], Any]
+) -> None:
+    # symptom: "'>=' not supported between instances of 'str' and 'int'", "int too large to convert
+    # to float"
+    for wrong, error in {
+        "5": TypeError,
+        True: TypeError,
+        math.nan: ValueError,
+        10**400: ValueError,
+    }.items():
+        with pytest.raises(
+            error, match=rf"(timeout|seconds) must be a number of seconds.*: {wrong!r}\)"
+        ):
+            wait(pool, wrong)
+    with pytest.raises(ValueError, match=r"more than 1000 digits\)"):
+        wait(pool, 10**5000)
+    assert pool.map(abs, [-1]) == [1]
+
+
+PATIENCE = 20.0  # seconds
+
+
+def replace_all(pool: mpgrad.Pool) -> None:
+    """Kill all workers, and wait until others have taken their places."""
+    dead = {worker.pid for worker in pool.stats().workers}
+    for pid in dead:
+        os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + PATIENCE
+    while (
+        dead & {worker.pid for worker in pool.stats().workers}
+        or len(pool.stats().workers) < pool.processes
+    ):
+        assert time.monotonic() < deadline
+        time.sleep(1e-3)
+
+
+@pytest.mark.slow
+def test_calls_that_ended_in_time_while_nobody_looked(fork_server: mpgrad.Pool) -> None:
+    """The pool's thread, after a callback had held it up, killed workers for calls that were done
+    long ago."""
+    with mpgrad.Pool(1, timeout=1, retries=0) as pool:
+        pool.map(abs, [1])
+        result = pool.map_async(lambda x: time.sleep(0.2) or x, [1, 2, 3], chunksize=1)
+        pool._scheduler.post(lambda now: time.sleep(2))
+        assert result.get(PATIENCE) == [1, 2, 3] and pool.stats().deaths == 0
+
+
+class Slow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        time.sleep(0.8)
+        (x,) = ctx.saved_tensors
+        return grad * 3 * x**2
+
+
+@pytest.mark.slow
+def test_each_step_to_a_lost_graph_has_its_own_time(fork_server: mpgrad.Pool) -> None:
+    with mpgrad.Pool(1, timeout=1.5) as pool:
+        x = torch.ones(3, requires_grad=True)
+        (y,) = pool.map(lambda x: (time.sleep(0.8), Slow.apply(x))[1], [x])
+        (d,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        replace_all(pool)
+        assert torch.equal(torch.autograd.grad(d.sum(), x)[0], torch.full((3,), 6.0))

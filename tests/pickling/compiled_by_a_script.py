@@ -1,5 +1,5 @@
-"""Run as a script by test_objects.py: what torch.compile made, mapped by a pool, against the serial
-loop with the same."""
+"""Compares a pool with the serial loop, for functions and modules that torch.compile made.
+test_objects.py runs this script."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ factor = 1
 
 
 def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-    """Says that it was called, and by which process."""
+    """Record that it was called, and by which process."""
     with LOG.open("a") as log:
         log.write(f"{os.getpid()}\n")
     return graph.forward
 
 
 def compilations() -> list[int]:
-    """How many there were in each worker since this was last asked."""
+    """Return the number of compilations in each worker since the last call."""
     pids = collections.Counter(LOG.read_text().split() if LOG.exists() else [])
     LOG.write_text("")
     return [count for pid, count in pids.items() if pid != str(os.getpid())]
@@ -64,7 +64,7 @@ class Net(torch.nn.Module):
 
 
 class InPlace(Net):
-    """Another forward: what was compiled for one would do for both."""
+    """Has another forward. A forward compiled for one of the classes would suit both."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x).sin()
@@ -112,7 +112,7 @@ def itself_left_alone(x: Tensor) -> Tensor:
 
 @torch.compiler.disable
 def counts_down(x: Tensor, steps: int = 1) -> Tensor:
-    """It leads to itself, and has a default."""
+    """Calls itself, and has a default."""
     return x if not steps else counts_down(x, steps - 1) + 1
 
 
@@ -128,7 +128,7 @@ net, in_place, model = Net(), InPlace(), Model()
 in_place.compile(backend=backend)
 compiled_net = torch.compile(net, backend=backend)
 closure = of_a_closure()
-ONCE: dict[str, Callable[[Tensor], Any]] = {  # compiled once a worker
+ONCE: dict[str, Callable[[Tensor], Any]] = {  # compiled once in each worker
     "globals": of_globals,
     "closure": closure,
     "module": lambda x: compiled_net(x) * 2,
@@ -140,7 +140,7 @@ ONCE: dict[str, Callable[[Tensor], Any]] = {  # compiled once a worker
     "dynamic": torch.compile(lambda x: x * bias, backend=backend, dynamic=True),
     "other module": torch.compile(lambda x: scaled(x) * bias, backend=backend),
 }
-NEVER: dict[str, Callable[[Tensor], Any]] = {  # by this backend, or any more
+NEVER: dict[str, Callable[[Tensor], Any]] = {  # never compiled by this backend, or no longer
     "wrapper": around(of_globals),
     "disabled": left_alone,
     "itself disabled": itself_left_alone,
@@ -156,7 +156,7 @@ def try_each(xs: list[Tensor], pool: mpgrad.Pool) -> None:
         try:
             assert_same_as_serial(fn, xs, pool)
             first = compilations()
-            for step in range(3):  # functions of other bytes, around the same compiled one
+            for step in range(3):  # functions with different bytes around the same compiled one
                 pool.map(lambda x, fn=fn, step=step: (fn(x), step), xs)
             assert (set(first), compilations()) == ({1} if name in ONCE else set(), []), first
             print(name, "ok")
@@ -169,8 +169,8 @@ def gradients(ys: list[Tensor], xs: list[Tensor]) -> tuple[Tensor, ...]:
 
 
 def operations_side_by_side(xs: list[Tensor], pool: mpgrad.Pool) -> None:
-    """Each sees the globals that it began with, in calls, calls that are made again, and
-    backwards."""
+    """Check that each operation sees the globals that it began with, in calls, calls that run
+    again, and backwards."""
     global factor
     results = []
     for factor in (1, 2, 3):  # noqa: B007  # it is a global
@@ -185,7 +185,8 @@ one = large = torch.ones(1)
 
 
 def names_that_go(pool: mpgrad.Pool) -> None:
-    """Those of an operation that is kept, or dropped, while another one's values are in place."""
+    """Delete names of an operation that is kept, or dropped, while the values of another operation
+    are in place."""
     xs = [torch.tensor([-1.0, 2.0], requires_grad=True)]
     of_builtin = torch.compile(lambda x: abs(x) * 1, backend="eager")
     expected = of_builtin(xs[0])
@@ -223,7 +224,7 @@ def main() -> None:
         with mpgrad.Pool(1, engine=engine, graphs=graphs) as pool:
             operations_side_by_side([x.detach().requires_grad_() for x in xs], pool)
     shapes = [torch.ones(rows, 3, dtype=torch.float64) for rows in (2, 3, 4, 5)]
-    with mpgrad.Pool(1) as pool:  # cheap as they are
+    with mpgrad.Pool(1) as pool:  # although they are cheap
         for _ in range(3):
             compilations()
             pool.map(of_globals, shapes)

@@ -1,5 +1,5 @@
-"""Run as a script by test_objects.py: what a script may hold and use in functions that it maps,
-against its serial loop."""
+"""Compares a pool with the serial loop, for objects that a script may hold and use in the functions
+that it maps. test_objects.py runs this script."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def fibonacci(n: int) -> int:
 
 
 class Cached:
-    @functools.lru_cache(maxsize=3)  # noqa: B019  # it is what scripts do
+    @functools.lru_cache(maxsize=3)  # noqa: B019  # scripts do this
     def scaled(self, by: int) -> Tensor:
         return weight * by
 
@@ -88,12 +88,12 @@ def drawn(*sizes: float, kind: str = "a") -> dict[str, Any]:
 
 @functools.cache
 def prepared() -> int:
-    return 1  # without tensors: each process prepares itself
+    return 1  # it has no tensors, so each process prepares its own
 
 
 net(1)
 net(2, kind="b")
-net(1)  # so that the other one is the next to go
+net(1)  # so that the other entry is the next one to be dropped
 for kind in ("a", "b"):
     drawn(1, 2.0, kind=kind)
     drawn(1.0, 2, kind=kind)
@@ -124,7 +124,7 @@ def warm_caches(x: Tensor) -> Tensor:
 def warm_in_the_worker(x: Tensor) -> Tensor:
     first, second = warm(1), warm(2, kind="b")
     warm(1)
-    warm(3)  # the one that was used least goes
+    warm(3)  # the least recently used entry is dropped
     assert warm(1) is first and warm.cache_info().currsize == 2 and warm(2, kind="b") is not second
     warm.cache_clear()
     assert (
@@ -169,7 +169,7 @@ class Dispatcher:
         return value + weight
 
 
-dispatched(weight)  # so that what was found is kept
+dispatched(weight)  # so that the function keeps what it found
 assert dispatched.dispatch(dict) is of_mapping
 
 
@@ -231,7 +231,7 @@ def weak_references(x: Tensor) -> Tensor:
 
 tensor_proxy, module_proxy = weakref.proxy(leaf.value), weakref.proxy(net(1))
 gone_items = [weakref.proxy(Node(weight)), weakref.ref(Node(weight))]
-folder = tempfile.TemporaryDirectory()  # which has a `weakref.finalize`
+folder = tempfile.TemporaryDirectory()  # it has a `weakref.finalize`
 of_method = weakref.WeakMethod(lazy.__init__)
 
 
@@ -261,7 +261,7 @@ def weak_registries(x: Tensor) -> Tensor:
     return x * len(Registry.known)
 
 
-# --- what guards something within a process
+# --- locks and similar objects of one process
 
 lock, rlock, condition, bounded = (
     threading.Lock(),
@@ -279,7 +279,7 @@ event, semaphore, barrier, local = (
 shared = threading.Lock()
 both = threading.Condition(shared), threading.Condition(shared)
 event.set()
-lock.acquire()  # held in the caller: a worker has its own
+lock.acquire()  # the caller holds it, and a worker has its own
 bounded.acquire()
 local.here = 1
 level: contextvars.ContextVar[float] = contextvars.ContextVar("level", default=2.0)
@@ -303,19 +303,19 @@ def in_the_worker(x: Tensor) -> Tensor:
         barrier.wait(1)
         assert event.is_set() and not hasattr(local, "here")
         local.here = 2
-    assert not signal.acquire(blocking=False)  # nobody has given one
+    assert not signal.acquire(blocking=False)  # it has not been released
     with both[0]:
         assert not shared.acquire(blocking=False)
     return x * level.get() * unset.get(3.0) * changed.get()
 
 
 class Guarded:
-    """With a lock in each object, as what is used by many threads has it."""
+    """Has a lock in each object, as classes for many threads do."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._log = logging.getLogger("guarded")
-        self._handler = logging.NullHandler()  # with a lock
+        self._handler = logging.NullHandler()  # it has a lock
         self.total = weight * 0
 
     def add(self, x: Tensor) -> Tensor:
@@ -327,7 +327,7 @@ class Guarded:
 CASES["guarded"] = Guarded().add
 
 
-# --- classes and functions of every make
+# --- classes and functions of every kind
 
 
 class Colour(enum.Enum):
@@ -474,7 +474,7 @@ def decorated(x: Tensor) -> Tensor:
 
 @case
 def module_below_another(x: Tensor) -> Tensor:
-    """Its code says `xml` and attributes."""
+    """Uses `xml` and its attributes."""
     return x * len(xml.sax.saxutils.escape("<"))
 
 
@@ -495,7 +495,7 @@ def main() -> None:
                 print(name, "ok")
             except BaseException:
                 print(name, traceback.format_exc())
-        for _ in range(2):  # each operation has new ones
+        for _ in range(2):  # each operation has new objects
             ys = pool.map(in_the_worker, xs[:1])
             assert torch.equal(ys[0], xs[0] * 2.0 * 3.0 * 5.0)
         print("guards ok")

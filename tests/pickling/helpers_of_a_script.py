@@ -1,5 +1,4 @@
-"""A module of the user's that scripts import; with a tensor, so that its functions travel by
-value."""
+"""A user's module that scripts import. It has a tensor, so its functions are sent by value."""
 
 from __future__ import annotations
 

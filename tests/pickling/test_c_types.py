@@ -99,7 +99,7 @@ def test_scripts_that_use_ctypes(pool: mpgrad.Pool) -> None:
         assert f"({words}); load the library in the function, or once a worker" in refusal(
             pool, script[name]
         )
-    with pytest.raises(TypeError, match=r"which is one of ctypes .*structures's global: "):
+    with pytest.raises(TypeError, match=r"which is a ctypes class .*structures's global: "):
         pool.map(script["structures"], [3])
 
 
@@ -194,6 +194,6 @@ def test_such_libraries_of_scripts(pool: mpgrad.Pool) -> None:
         assert f"({name}'s global: " in said and "load the library in the function" in said
     for name, kind in (("big_endian", "Big"), ("derived", "Error")):
         with pytest.raises(
-            TypeError, match=rf"the class '{kind}', which is one of ctypes.*{name}'s global: {kind}"
+            TypeError, match=rf"class '{kind}', which is a ctypes class.*{name}'s global: {kind}"
         ):
             pool.map(script[name], [3])

@@ -443,7 +443,7 @@ def test_an_uninitialised_lazy_module_is_refused_and_an_initialised_one_works(
     net = torch.nn.Sequential(
         torch.nn.LazyLinear(4), torch.nn.Tanh(), torch.nn.LazyLinear(2)
     ).double()
-    with pytest.raises(TypeError, match="run the module once, before it goes to the pool"):
+    with pytest.raises(TypeError, match="run the module once, before you pass it to the pool"):
         pool2.map(net, items())
     net(items()[0])
     assert_same_as_serial(net, items(), pool2)
@@ -941,3 +941,53 @@ def test_views_with_gradients(pool2: mpgrad.Pool, name: str, dtype: torch.dtype,
     ]
     for theirs, ours, others in zip(*grads, strict=True):
         assert torch.equal(ours, theirs) and torch.equal(others, theirs)
+
+
+class Head(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(3))
+        self.bias = torch.nn.Parameter(torch.zeros(1))
+        self.bias.no_decay = True  # type: ignore[attr-defined]
+        self.weight.scale = torch.tensor(2.0, requires_grad=True)  # type: ignore[attr-defined]
+        self.weight.owner = self  # type: ignore[attr-defined]
+
+
+def test_attributes_of_tensors(pool: mpgrad.Pool) -> None:
+    # symptom: 33.0 in place of 23.0. cause: a captured tensor travelled as its values, without what
+    # it had in Python.
+    net = Head()
+
+    def penalty(x: torch.Tensor) -> torch.Tensor:
+        decayed = [p for p in net.parameters() if not getattr(p, "no_decay", False)]
+        scaled = (net.weight * x).sum() * net.weight.scale + net.bias.sum()  # type: ignore[attr-defined, operator]
+        assert net.weight.owner is net  # type: ignore[attr-defined]
+        return scaled + 10.0 * len(decayed) + getattr(x, "shift", 0.0)
+
+    def given() -> list[torch.Tensor]:
+        items = [torch.full((3,), float(k), requires_grad=True) for k in range(30)]
+        for k, each in enumerate(items):
+            each.shift = torch.tensor(k + 0.5)  # type: ignore[attr-defined]
+        return items
+
+    assert_same_as_serial(penalty, given(), pool)
+    assert_same_as_serial(
+        lambda pair: penalty(pair[0]) + penalty(pair[1]), [[x, x] for x in given()], pool
+    )
+    net.bias.no_decay = False  # type: ignore[attr-defined]
+    assert pool.map(penalty, given()[:1])[0] == penalty(given()[0]) == 20.5
+
+
+def test_attributes_of_results(pool: mpgrad.Pool) -> None:
+    # symptom: AttributeError. cause: a result that is a tensor travelled without a pickle.
+    def tagged(x: torch.Tensor) -> Any:
+        y = x * 2
+        y.tag = {"of": x.item(), "item": x * 3}  # type: ignore[attr-defined]
+        return (y, y) if x > 1 else y
+
+    items = [torch.tensor(float(k), requires_grad=True) for k in range(4)]
+    assert_same_as_serial(tagged, items, pool)
+    first, *_, (last, same) = pool.map(tagged, items)
+    assert first.tag["of"] == 0 and last is same and last.tag["item"] == 9
+    last.tag["item"].backward()
+    assert items[3].grad == 3

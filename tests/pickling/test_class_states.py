@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import in_turn
 
 import mpgrad
 
@@ -242,8 +243,7 @@ def values_and_gradients(mapped: Callable[..., Any], lib: Any, name: str, change
     return [[each.item() for each in results] for results in maps], found
 
 
-@pytest.mark.parametrize("options", POOLS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "options"), in_turn(CASES, POOLS))
 def test_an_operation_keeps_its_classes(
     pools: dict[str, mpgrad.Pool], definitions: Callable[[], Any], case: str, options: str
 ) -> None:
@@ -350,7 +350,9 @@ class Two(metaclass=EqualClasses):
 
 def test_classes_that_are_equal_are_refused(pools: dict[str, mpgrad.Pool]) -> None:
     """The table of classes is a dictionary, so both became one."""
-    with pytest.raises(TypeError, match=r"'(One|Two)'.*its metaclass 'EqualClasses' has an __eq__"):
+    with pytest.raises(
+        TypeError, match=r"'(One|Two)'.*its metaclass 'EqualClasses' defines __eq__"
+    ):
         pools["auto"].map(lambda x: (One.rate + Two.rate) * x, [1.0])
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import pytest
@@ -17,14 +17,6 @@ import mpgrad
 pytestmark = pytest.mark.quick
 
 Tensor = torch.Tensor
-
-OPTIONS: list[dict[str, Any]] = [{"engine": each} for each in ("process", "thread", "inline")]
-
-
-@pytest.fixture(params=OPTIONS, ids=str)
-def any_pool(request: pytest.FixtureRequest, fork_server: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
-    with mpgrad.Pool(1 if request.param.get("engine") == "inline" else 2, **request.param) as pool:
-        yield pool
 
 
 def made() -> Any:
@@ -48,7 +40,7 @@ def leaves(count: int) -> list[Tensor]:
     ]
 
 
-def test_classes_and_gradients(any_pool: mpgrad.Pool) -> None:
+def test_classes_and_gradients(pool: mpgrad.Pool) -> None:
     item = made()
 
     def fn(given: Any) -> Any:
@@ -57,7 +49,7 @@ def test_classes_and_gradients(any_pool: mpgrad.Pool) -> None:
 
     for _ in range(3):
         xs = leaves(40)
-        results = any_pool.map(fn, [item(x) for x in xs])
+        results = pool.map(fn, [item(x) for x in xs])
         assert all(type(result) is item for result in results)
         torch.stack([result.scaled() for result in results]).sum().backward()
         assert all(torch.equal(x.grad, torch.full_like(x, 4)) for x in xs if x.grad is not None)
@@ -85,28 +77,27 @@ def sentinels() -> Any:
     return Item
 
 
-def test_what_an_item_and_its_class_have_in_common_stays_one(fork_server: mpgrad.Pool) -> None:
+def test_what_an_item_and_its_class_have_in_common_stays_one(pool2: mpgrad.Pool) -> None:
     item = sentinels()
-    with mpgrad.Pool(2) as pool:
-        for _ in range(4):
-            assert all(pool.map(lambda given: given.is_whole(), [item(x) for x in leaves(40)]))
+    for _ in range(4):
+        assert all(pool2.map(lambda given: given.is_whole(), [item(x) for x in leaves(40)]))
 
 
-def test_the_callers_classes_stay_as_they_are(any_pool: mpgrad.Pool) -> None:
+def test_the_callers_classes_stay_as_they_are(pool: mpgrad.Pool) -> None:
     item = sentinels()
     # a cache of pickle's
     before = {name: value for name, value in vars(item).items() if name != "__slotnames__"}
     items = [item(x) for x in leaves(40)]
     for fn in (lambda given: given.x * 2, lambda given: given, lambda given: item(given.x)):
         for _ in range(3):
-            results = any_pool.map(fn, items)
+            results = pool.map(fn, items)
         assert {name: vars(item)[name] for name in before} == before and all(
             each.is_whole() for each in items
         )
     assert all(type(each) is item for each in results)
 
 
-def test_a_class_that_only_the_worker_has(any_pool: mpgrad.Pool) -> None:
+def test_a_class_that_only_the_worker_has(pool: mpgrad.Pool) -> None:
     def fn(given: int) -> Any:
         class Local:
             twice = 2 * given
@@ -116,51 +107,48 @@ def test_a_class_that_only_the_worker_has(any_pool: mpgrad.Pool) -> None:
 
         return Local()
 
-    results = any_pool.map(fn, range(20))
+    results = pool.map(fn, range(20))
     assert [(each.number, each.twice) for each in results] == [
         (number, 2 * number) for number in range(20)
     ]
     assert len(set(map(type, results))) == 20
 
 
-def test_a_class_is_as_it_is_when_the_operation_begins(any_pool: mpgrad.Pool) -> None:
+def test_a_class_is_as_it_is_when_the_operation_begins(pool: mpgrad.Pool) -> None:
     item = made()
     for scale in (2.0, 3.0, 2.0):
         item.scale = scale
         xs = leaves(40)
-        results = any_pool.map(lambda given: given.scaled(), [item(x) for x in xs])
+        results = pool.map(lambda given: given.scaled(), [item(x) for x in xs])
         assert all(torch.equal(result, x * scale) for result, x in zip(results, xs, strict=True))
 
 
-def test_a_function_may_bring_the_class_too(fork_server: mpgrad.Pool) -> None:
-    item = made()
-    with mpgrad.Pool(1) as pool:
-        for scale in (2.0, 3.0, 2.0):
-            item.scale = scale
-            xs = leaves(10)
-            if scale == 2:
-                results = pool.map(lambda given: given.scaled(), [item(x) for x in xs])
-            else:
-                results = pool.map(lambda x: item(x).scaled(), xs)
-            assert all(
-                torch.equal(result, x * scale) for result, x in zip(results, xs, strict=True)
-            )
+def test_a_function_may_bring_the_class_too(
+    shared_pools: Callable[[str, int], mpgrad.Pool],
+) -> None:
+    item, pool = made(), shared_pools("process", 1)
+    for scale in (2.0, 3.0, 2.0):
+        item.scale = scale
+        xs = leaves(10)
+        if scale == 2:
+            results = pool.map(lambda given: given.scaled(), [item(x) for x in xs])
+        else:
+            results = pool.map(lambda x: item(x).scaled(), xs)
+        assert all(torch.equal(result, x * scale) for result, x in zip(results, xs, strict=True))
 
 
-@pytest.mark.parametrize("engine", ["process", "thread", "inline"])
-def test_gradients_of_what_a_class_holds(engine: str, fork_server: mpgrad.Pool) -> None:
+def test_gradients_of_what_a_class_holds(pool: mpgrad.Pool) -> None:
     item = made()
     weight = torch.full((), 5.0, dtype=torch.float64, requires_grad=True)
-    with mpgrad.Pool(1, engine=engine) as pool:
-        for held in (None, weight, None):
-            item.weight, weight.grad = held, None
-            xs = leaves(20)
-            torch.stack(
-                pool.map(lambda given: given.scaled().sum(), [item(x) for x in xs])
-            ).sum().backward()
-            assert (weight.grad is None) == (held is None)
-            if weight.grad is not None:
-                assert weight.grad == 2 * sum(x.sum() for x in xs)
+    for held in (None, weight, None):
+        item.weight, weight.grad = held, None
+        xs = leaves(20)
+        torch.stack(
+            pool.map(lambda given: given.scaled().sum(), [item(x) for x in xs])
+        ).sum().backward()
+        assert (weight.grad is None) == (held is None)
+        if weight.grad is not None:
+            assert weight.grad == 2 * sum(x.sum() for x in xs)
 
 
 def slotted() -> list[type]:
@@ -197,7 +185,7 @@ def slotted() -> list[type]:
     return [Slots, Inheriting, Emptied, Open, Data, Frozen, Named]
 
 
-def test_a_metaclass_that_adds_slots_of_its_own(any_pool: mpgrad.Pool) -> None:
+def test_a_metaclass_that_adds_slots_of_its_own(pool: mpgrad.Pool) -> None:
     class Adding(type):
         def __new__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> Any:
             namespace["__slots__"] = (*namespace.get("__slots__", ()), "__weakref__")
@@ -210,10 +198,10 @@ def test_a_metaclass_that_adds_slots_of_its_own(any_pool: mpgrad.Pool) -> None:
         def twice(x: int) -> int:
             return 2 * x
 
-    assert any_pool.map(lambda x: Operations.twice(x), [1, 2]) == [2, 4]
+    assert pool.map(lambda x: Operations.twice(x), [1, 2]) == [2, 4]
 
 
-def test_a_slot_with_two_names(any_pool: mpgrad.Pool) -> None:
+def test_a_slot_with_two_names(pool: mpgrad.Pool) -> None:
     class Named:
         __slots__ = ("x",)
 
@@ -222,7 +210,7 @@ def test_a_slot_with_two_names(any_pool: mpgrad.Pool) -> None:
 
     Named.alias = Named.x  # type: ignore[attr-defined]
     (x,) = leaves(1)
-    (result,) = any_pool.map(lambda given: given.alias * 2, [Named(x)])
+    (result,) = pool.map(lambda given: given.alias * 2, [Named(x)])
     assert torch.equal(result, x * 2)
 
 
@@ -231,20 +219,18 @@ def is_open(instance: Any) -> bool:
 
 
 @pytest.mark.parametrize("item", slotted(), ids=lambda item: item.__name__)
-def test_slots_are_slots_in_workers(any_pool: mpgrad.Pool, item: Any) -> None:
+def test_slots_are_slots_in_workers(pool: mpgrad.Pool, item: Any) -> None:
     """cloudpickle makes such classes again without them: then what came back had a __dict__ that is
     none of the caller's."""
     for _ in range(2):
         xs = leaves(10)
-        results = any_pool.map(
-            lambda given: (item(given.x * 2), is_open(given)), [item(x) for x in xs]
-        )
+        results = pool.map(lambda given: (item(given.x * 2), is_open(given)), [item(x) for x in xs])
         assert all(type(result) is item and had == is_open(result) for result, had in results)
         torch.stack([result.x.sum() for result, _ in results]).sum().backward()
         assert all(x.grad is not None and torch.equal(x.grad, torch.full_like(x, 2)) for x in xs)
 
 
-def test_classes_of_exceptions_and_warnings_stay_as_they_are(any_pool: mpgrad.Pool) -> None:
+def test_classes_of_exceptions_and_warnings_stay_as_they_are(pool: mpgrad.Pool) -> None:
     class Unlucky(Exception):
         NOTHING = object()
 
@@ -264,7 +250,7 @@ def test_classes_of_exceptions_and_warnings_stay_as_they_are(any_pool: mpgrad.Po
     before = [dict(vars(each)) for each in (Unlucky, Odd)]
     for _ in range(3):
         with pytest.warns(Odd), pytest.raises(Unlucky) as caught:
-            any_pool.map(fn, [0, 0, 3])
+            pool.map(fn, [0, 0, 3])
         assert type(caught.value) is Unlucky and (caught.value.args, caught.value.why) == (
             (3,),
             "no luck",
@@ -283,7 +269,7 @@ def test_classes_of_an_initializer_stay_as_they_are(engine: str, fork_server: mp
     assert dict(vars(Settings)) == before
 
 
-def test_names_of_classes_in_classes(any_pool: mpgrad.Pool) -> None:
+def test_names_of_classes_in_classes(pool: mpgrad.Pool) -> None:
     """Symptom: "Inner" for "Outer.Inner". Cause: cloudpickle makes a class again without it."""
 
     class Outer:
@@ -296,10 +282,10 @@ def test_names_of_classes_in_classes(any_pool: mpgrad.Pool) -> None:
     def names(_: int) -> list[str]:
         return [each.__qualname__ for each in (Outer, Outer.Inner, Outer.Pair)]
 
-    assert any_pool.map(names, [0]) == [names(0)]
+    assert pool.map(names, [0]) == [names(0)]
 
 
-def test_partial_methods(any_pool: mpgrad.Pool) -> None:
+def test_partial_methods(pool: mpgrad.Pool) -> None:
     """Symptom: "_partial_new() missing 1 required positional argument: 'func'" on Python 3.14."""
 
     class Scale:
@@ -314,10 +300,10 @@ def test_partial_methods(any_pool: mpgrad.Pool) -> None:
 
     scale = Scale(3.0)
     (x,) = leaves(1)
-    (result,) = any_pool.map(lambda each: scale.twice(each) + scale.half(each), [x])
+    (result,) = pool.map(lambda each: scale.twice(each) + scale.half(each), [x])
     result.sum().backward()
     assert x.grad is not None and torch.equal(x.grad, torch.full_like(x, 6.5))
-    (made,) = any_pool.map(lambda each: each, [functools.partialmethod(Scale.times, 2.0)])
+    (made,) = pool.map(lambda each: each, [functools.partialmethod(Scale.times, 2.0)])
     assert (made.args, made.keywords) == ((2.0,), {})
 
 
@@ -332,7 +318,7 @@ def twice(x: torch.Tensor) -> OnlyForCheckers: return x * 2
 
 
 @pytest.mark.skipif(sys.version_info < (3, 14), reason="annotations are made with the function")
-def test_annotations_that_cannot_be_made(any_pool: mpgrad.Pool) -> None:
+def test_annotations_that_cannot_be_made(pool: mpgrad.Pool) -> None:
     """As of what is imported under `if TYPE_CHECKING`. Symptom: NameError, where the serial loop
     does not look."""
     script: dict[str, Any] = {"__name__": "__main__", "torch": torch}
@@ -340,11 +326,11 @@ def test_annotations_that_cannot_be_made(any_pool: mpgrad.Pool) -> None:
     twice, scale = script["twice"], script["Scale"](3.0)
     for _ in range(2):
         (x,) = leaves(1)
-        (result,) = any_pool.map(lambda each: twice(each) + scale(each), [x])
+        (result,) = pool.map(lambda each: twice(each) + scale(each), [x])
         result.sum().backward()
         assert x.grad is not None and torch.equal(x.grad, torch.full_like(x, 5.0))
     texts = {"x": "torch.Tensor", "return": "OnlyForCheckers"}
-    assert any_pool.map(lambda _: twice.__annotations__, [0]) == [texts]
+    assert pool.map(lambda _: twice.__annotations__, [0]) == [texts]
 
 
 def with_effects() -> dict[str, Any]:
@@ -400,12 +386,12 @@ def with_effects() -> dict[str, Any]:
 
 
 def test_code_that_ran_when_a_class_was_defined_does_not_run_again(
-    any_pool: mpgrad.Pool,
+    pool: mpgrad.Pool,
 ) -> None:
     """A registry counted its classes twice in a task, and a required keyword was missing."""
     names = with_effects()
     for _ in range(2):
         for each in ("registered", "metaclass", "abstract"):
-            assert any_pool.map(names[each], [0]) == [names[each](0)]
-        assert any_pool.map(names["in_an_item"], [names["A"]()]) == [(True, 2)]
-    assert any_pool.map(names["derived"], [0]) == [(3, ["a", "b", "c"], "c")]
+            assert pool.map(names[each], [0]) == [names[each](0)]
+        assert pool.map(names["in_an_item"], [names["A"]()]) == [(True, 2)]
+    assert pool.map(names["derived"], [0]) == [(3, ["a", "b", "c"], "c")]

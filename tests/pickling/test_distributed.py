@@ -91,7 +91,7 @@ def test_a_data_parallel_works(pool: mpgrad.Pool) -> None:
 def test_a_group_and_what_belongs_to_it_are_refused(pool: mpgrad.Pool) -> None:
     for held in (dist.group.WORLD, dist.HashStore(), dist.all_reduce(X.clone(), async_op=True)):
         for value in (held, Holder(held)):
-            with pytest.raises(TypeError, match=r"no ranks of its group: .*init_process_group"):
+            with pytest.raises(TypeError, match=r"not ranks of its group: .*init_process_group"):
                 pool.map(str, [value])
 
 
@@ -130,7 +130,7 @@ for engine in ("process", "thread", "inline"):
                 (lambda module: module(torch.ones(2)), module), (str, [module]),
             ):
                 said = refusal(function, item)
-                assert "of which workers are no ranks" in said and "full state dict" in said, said
+                assert "of which workers are not ranks" in said and "full state dict" in said, said
         said = refusal(torch.sum, tensor)
         assert "DTensor, " in said and "pass the plain tensors" in said, said
 dist.destroy_process_group()
@@ -147,5 +147,5 @@ def test_sharded_modules_and_tensors_are_refused(tmp_path: Path) -> None:
 
 def test_initializers_are_refused_one(fork_server: mpgrad.Pool) -> None:
     module = nn.parallel.DistributedDataParallel(nn.Linear(2, 1))
-    with pytest.raises(TypeError, match=r"of which workers are no ranks.*\.module"):
+    with pytest.raises(TypeError, match=r"of which workers are not ranks.*\.module"):
         mpgrad.Pool(1, initializer=print, initargs=(module,))

@@ -7,10 +7,12 @@ import dataclasses
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from conftest import first_are_quick, said_by
 
 import mpgrad
 
@@ -65,7 +67,7 @@ def test_an_exception_that_refuses_to_be_written_to(pool: mpgrad.Pool, make: Any
     assert "raised in item 0 of raises, worker" in caught.value.__notes__[0]
 
 
-@pytest.mark.parametrize("make", OF_USERS)
+@pytest.mark.parametrize("make", first_are_quick(2, [*OF_USERS]))
 def test_an_exception_that_refuses_to_be_written_to_in_an_initializer(
     fork_server: mpgrad.Pool, make: Any
 ) -> None:
@@ -298,7 +300,7 @@ def test_such_an_exception_in_a_group(pool: mpgrad.Pool, name: str) -> None:
     assert [facts(each) for each in group.exceptions] == [facts(make()), facts(ValueError(1))]
 
 
-@pytest.mark.parametrize("name", WITH_CODE_OF_THEIR_OWN)
+@pytest.mark.parametrize("name", first_are_quick(2, [*WITH_CODE_OF_THEIR_OWN]))
 def test_such_an_exception_in_an_initializer(fork_server: mpgrad.Pool, name: str) -> None:
     """Each call that waits gets a copy."""
     make = WITH_CODE_OF_THEIR_OWN[name]
@@ -346,3 +348,50 @@ def test_blocks_leave_exceptions_alone() -> None:
     with block():
         pass
     assert steps == ["begun", "ended"] * 5
+
+
+@pytest.mark.slow
+def test_an_exception_of_a_module_that_is_being_imported(tmp_path: Path) -> None:
+    """The pool's thread waited for the import, which waited for the pool."""
+    (tmp_path / "simulation.py").write_text(
+        "import mpgrad\n"
+        "from mpgrad.environment import PLACE\n"
+        "class MyError(Exception): pass\n"
+        "def fails(x): raise MyError('boom')\n"
+        "if not PLACE.in_worker:\n"
+        "    with mpgrad.Pool(1) as pool:\n"
+        "        try: pool.map(fails, [1])\n"
+        "        except MyError as error: print(repr(error))\n"
+    )
+    assert (
+        said_by(f"sys.path.insert(0, {str(tmp_path)!r}); import simulation") == "MyError('boom')\n"
+    )
+
+
+class OddError(Exception):
+    """Pickles as a text."""
+
+    def __reduce__(self) -> Any:
+        return str, ("gone",)
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenError(Exception):
+    code: int
+
+    def __reduce__(self) -> Any:
+        return FrozenError, (self.code,)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [OddError, FrozenError])
+def test_exceptions_that_cannot_be_raised_again(pool: mpgrad.Pool, kind: type[Exception]) -> None:
+    """They broke the pool."""
+
+    def fails(x: int) -> None:
+        raise kind(x)
+
+    with pytest.raises(Exception, match=r"Odd|Frozen|1") as caught:
+        pool.map(fails, [1])
+    assert kind.__name__ in f"{type(caught.value).__name__}: {caught.value}"
+    assert pool.map(abs, [-1]) == [1]

@@ -6,20 +6,20 @@ for names that only the initializer makes, which were a NameError.
 
 from __future__ import annotations
 
+import ast
 import builtins
-import ctypes
 import functools
 import importlib
 import itertools
-import mmap
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from conftest import in_turn
 
 import mpgrad
 
@@ -89,6 +89,7 @@ TASKS = [
     *("reads_tensor", "reads_array", "reads_buffer", "reads_builtin", "reads_from_helper"),
     *("calls_others", "untouched"),
 ]
+IMPORTED = ["initialize", *TASKS]
 WAYS: dict[str, Callable[[Any], tuple[Any, tuple[Any, ...]]]] = {
     "a function": lambda lib: (lib.initialize, (5.0,)),
     "a partial function": lambda lib: (functools.partial(lib.initialize, 5.0), ()),
@@ -136,14 +137,17 @@ def lib(request: pytest.FixtureRequest, folder: Path) -> Iterator[Any]:
     vars(builtins).pop("mpgrad_built", None)
 
 
+EACH = [
+    *itertools.product(["Pool"], WAYS),
+    *itertools.product(["Executor", "thread", "inline"], ["a function", "an object"]),
+]
+
+
 @pytest.mark.parametrize(
-    ("kind", "way"),
-    [
-        *itertools.product(["Pool"], WAYS),
-        *itertools.product(["Executor", "thread", "inline"], ["a function", "an object"]),
-    ],
+    ("each", "lib"), in_turn(EACH, ["module", "script"]), indirect=["lib"], ids=str
 )
-def test_what_an_initializer_sets(lib: Any, kind: str, way: str) -> None:
+def test_what_an_initializer_sets(lib: Any, each: tuple[str, str]) -> None:
+    kind, way = each
     initializer, initargs = WAYS[way](lib)
     with POOLS[kind](initializer=initializer, initargs=initargs) as pool:
         for name in TASKS:
@@ -262,12 +266,34 @@ def test_names_that_cannot_be_pickled_stay_with_the_caller(folder: Path) -> None
         assert pool.apply(names["task"], (2.0,)) == 10.0
 
 
+# Prints what each task returns. Programs of their own, because a forked worker has all that the
+# tests before have left in this process.
+IN_CONTEXT = """
+if __name__ == "__main__":
+    import sys
+    import mpgrad
+    with mpgrad.Pool(1, initializer=initialize, initargs=(5.0,), context=sys.argv[1]) as pool:
+        print({name: pool.map(globals()[name], [1.0]) for name in sys.argv[2:]})
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("context", ["fork", "spawn"])
-def test_in_every_context(lib: Any, context: Any) -> None:
-    with mpgrad.Pool(1, initializer=lib.initialize, initargs=(5.0,), context=context) as pool:
-        for name in TASKS:
-            assert pool.map(getattr(lib, name), [1.0]) == [5.0]
+@pytest.mark.parametrize("kind", ["module", "script"])
+def test_in_every_context(tmp_path: Path, kind: str, context: str) -> None:
+    source = "".join(line[4:] for line in SOURCE.splitlines(keepends=True))
+    (tmp_path / "initialized_lib.py").write_text(source)
+    head = source if kind == "script" else f"from initialized_lib import {', '.join(IMPORTED)}\n"
+    (tmp_path / "program.py").write_text(head + IN_CONTEXT)
+    assert printed_by(tmp_path / "program.py", context, *TASKS) == {name: [5.0] for name in TASKS}
+
+
+def printed_by(program: Path, *arguments: str) -> Any:
+    done = subprocess.run(
+        [sys.executable, program, *arguments], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    return ast.literal_eval(done.stdout)
 
 
 def test_a_script_whose_initializer_sets_a_name_in_its_module(folder: Path) -> None:
@@ -282,34 +308,45 @@ def test_a_script_whose_initializer_sets_a_name_in_its_module(folder: Path) -> N
         assert pool.map(names["task"], [2.0]) == [20.0]
 
 
+LOOKED_AT = """
+import ctypes, mmap, weakref
+import mpgrad, numpy, torch
+
 with torch.inference_mode():
     counts_no_versions = torch.ones(2)
 sparse = torch.eye(2).to_sparse()
-initialized = 0.0
+gone = weakref.proxy(type("Gone", (), {})())  # asking for its class raises
+libc = ctypes.CDLL(None)
+libc.mmap.restype = ctypes.c_void_p
+how = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+start = libc.mmap(None, ctypes.c_size_t(mmap.PAGESIZE), 0, how, -1, ctypes.c_long(0))
+unreadable = (ctypes.c_char * mmap.PAGESIZE).from_address(start)
+array = numpy.frombuffer(unreadable, numpy.uint8)
+led_to = [sparse, gone, {"unreadable": [unreadable, array]}]
 
 
-def initialize_here(value: float) -> None:
+def initialize(value):
     global initialized
     initialized = value
     with torch.inference_mode():
         counts_no_versions.add_(value)
 
 
-def read_here(x: float) -> float:
+def read(x):
     return x * initialized * float(counts_no_versions.sum())
 
 
-def test_memory_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The user's modules may lead to tensors without versions, and to memory that is unmapped."""
-    libc = ctypes.CDLL(None)
-    libc.mmap.restype = ctypes.c_void_p
-    how = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    start = libc.mmap(None, ctypes.c_size_t(mmap.PAGESIZE), 0, how, -1, ctypes.c_long(0))
-    unreadable = (ctypes.c_char * mmap.PAGESIZE).from_address(start)
-    names = {"unreadable": unreadable, "array": np.frombuffer(unreadable, np.uint8)}
-    monkeypatch.setattr(sys.modules[__name__], "sparse", [sparse, names])
-    with mpgrad.Pool(1, initializer=initialize_here, initargs=(2.0,), context="fork") as pool:
-        assert pool.map(read_here, [1.0]) == [12.0]
+if __name__ == "__main__":
+    with mpgrad.Pool(1, initializer=initialize, initargs=(2.0,), context="fork") as pool:
+        print(pool.map(read, [1.0]))
+"""
+
+
+def test_what_cannot_be_looked_at(tmp_path: Path) -> None:
+    """The user's modules may lead to tensors without versions, to memory that is unmapped, and to
+    dead proxies."""
+    (tmp_path / "program.py").write_text(LOOKED_AT)
+    assert printed_by(tmp_path / "program.py") == [12.0]
 
 
 kept: list[torch.Tensor] = []

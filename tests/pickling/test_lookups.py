@@ -185,7 +185,7 @@ def test_not_carried(pool: mpgrad.Pool, main: Any, name: str) -> None:
     main.REFUSED.clear()
     why = "cannot pickle 'generator' object" if name == "cannot" else ""
     with pytest.raises(
-        TypeError, match=rf"__main__\.\w+ was not carried to this worker \(.*{why}.*\); name it"
+        TypeError, match=rf"__main__\.\w+ was not sent to this worker \(.*{why}.*\); name it"
     ):
         pool.map(function, [0])
 
@@ -214,7 +214,7 @@ def test_going_through_all_names(pool: mpgrad.Pool, main: Any) -> None:
         assert pool.map(through[name], [3]) == [6], name
     for name in ("items", "values", "vars"):
         with pytest.raises(
-            TypeError, match=r"__main__\.counting was not carried to this worker \(.*generator"
+            TypeError, match=r"__main__\.counting was not sent to this worker \(.*generator"
         ):
             pool.map(through[name], [3])
     assert pool.map(names, [3]) == [6]
@@ -249,9 +249,9 @@ def test_what_would_run_code_is_not_carried_unasked(pool: mpgrad.Pool, main: Any
     assert pool.map(main.helper, [torch.tensor(3.0)]) == [6]
     assert pool.map(main.look, ["w"]) == [len(main.LOADED)]
     for name in ("sets", "new", "items", "Registered", "modules"):
-        why = "it has sys.modules" if name == "modules" else r"\w+ has code of its own"
+        why = "it contains sys.modules" if name == "modules" else r"\w+ has code of its own"
         with pytest.raises(
-            TypeError, match=rf"__main__\.{name} was not carried to this worker \(TypeError: {why}"
+            TypeError, match=rf"__main__\.{name} was not sent to this worker \(TypeError: {why}"
         ):
             pool.map(main.look, [name[::-1]])
 
@@ -309,9 +309,7 @@ def test_what_its_init_would_make_again_is_not_carried_unasked(
     made = len(main.LOADED)
     assert pool.map(main.look, ["w", "nialp", "tenalp", "rorre"]) == [made] * 4
     for name in refused:
-        said = (
-            rf"__main__\.{name} was not carried to this worker \(TypeError: \w+ has code of its own"
-        )
+        said = rf"__main__\.{name} was not sent to this worker \(TypeError: \w+ has code of its own"
         with pytest.raises(TypeError, match=said):
             pool.map(main.look, [name[::-1]])
     assert len(main.LOADED) == made
@@ -335,7 +333,7 @@ def test_a_task_that_maps_such_a_function(pool2: mpgrad.Pool, main: Any) -> None
     exec("def refused(x): return globals()[''.join(['lar', 'ge'])]", vars(main))
     exec(NESTED, vars(main))
     assert pool2.map(main.maps_inner, [torch.tensor(3.0)]) == [6]
-    with pytest.raises(TypeError, match=r"__main__\.large was not carried to this worker"):
+    with pytest.raises(TypeError, match=r"__main__\.large was not sent to this worker"):
         pool2.map(main.maps_refused, [0])
 
 

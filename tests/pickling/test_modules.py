@@ -4,6 +4,7 @@ begins."""
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -371,7 +372,7 @@ def test_what_cannot_be_carried_is_the_workers_own(user: Any, fork_server: mpgra
             held.LOG = open(__file__)  # noqa: SIM115
             with pytest.raises(
                 TypeError,
-                match=r"held\.LOG was replaced by what cannot be sent \(TextIOWrapper\)",
+                match=r"held\.LOG was replaced with a value that cannot be sent \(TextIOWrapper\)",
             ):
                 pool.map(held.f, xs(4))
             held.LOG.close()
@@ -614,7 +615,7 @@ def test_attributes_of_classes_that_cannot_be_carried(user: Any, fork_server: mp
             assert pool.map(readers.by_class, [0]) == [readers.by_class(0)]
             with pytest.raises(
                 TypeError,
-                match=r"readers\.Reader\.later cannot be sent.*the worker's own import has none",
+                match=r"Reader\.later cannot be sent.*the worker's own import does not have it",
             ):
                 pool.map(readers.added_later, [0])
     finally:
@@ -711,3 +712,122 @@ def test_a_module_that_shares_its_name(pool2: mpgrad.Pool) -> None:
     exec(textwrap.dedent(PLUGIN), vars(plugin))
     plugin.K = 7.0
     check(pool2, lambda x: plugin.helper(x) + plugin.K, xs(2))
+
+
+@pytest.fixture
+def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    (tmp_path / "own_parameters.py").write_text(
+        "import torch\n"
+        "W = torch.ones(2, requires_grad=True)\n"
+        "class Net(torch.nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        return x * W\n"
+        "class Plain:\n"
+        "    def run(self, x):\n"
+        "        return self.inner(x)\n"
+        "    def inner(self, x):\n"
+        "        return x * W\n"
+        "def function(x):\n"
+        "    return x * W\n"
+        "def labelled(x):\n"
+        "    return getattr(W, 'label', 'none')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("own_parameters")
+    del sys.modules["own_parameters"]
+
+
+def test_captures_reached_through_the_code_of_a_class(
+    fork_server: mpgrad.Pool, own_module: Any
+) -> None:
+    # symptom: values with the W of the import, and no gradient. cause: a class went by its name,
+    # only functions were searched.
+    with torch.no_grad():
+        own_module.W.fill_(5)
+    Net, function = own_module.Net, own_module.function
+    net, plain = Net(), own_module.Plain()
+    with mpgrad.Pool(2) as pool:
+        through_names = (
+            net,
+            plain.run,
+            lambda x: net(x),
+            lambda x: Net()(x),
+            function,
+            lambda x: function(x),
+        )
+        through_module = (
+            lambda x: x * own_module.W,
+            lambda x: own_module.Net()(x),
+            lambda x: own_module.function(x),
+        )
+        for fn in (*through_names, *through_module):
+            own_module.W.grad = None
+            (result,) = pool.map(fn, [torch.ones(2)])
+            assert result.tolist() == [5, 5]
+            result.sum().backward()
+            assert own_module.W.grad.tolist() == [1, 1]
+
+
+IMPORTED = """
+import collections, dataclasses, functools, types, torch
+def new(): return torch.tensor(2.0, requires_grad=True)
+@dataclasses.dataclass(slots=True)
+class Slots:
+    w: torch.Tensor
+W = new()
+NAMESPACE = types.SimpleNamespace(w=new())
+SLOTS = Slots(new())
+DEQUE = collections.deque([new()])
+@functools.lru_cache(None)
+def cached(): return W * 1
+def namespace(x): return x * NAMESPACE.w
+def slots(x): return x * SLOTS.w
+def deque(x): return x * DEQUE[0]
+def cache(x): return x * cached()
+def local(x):
+    import imported_model
+    return x * imported_model.W
+"""
+
+
+def test_captures_in_other_containers_of_an_imported_module(
+    fork_server: mpgrad.Pool, tmp_path: Any, monkeypatch: Any
+) -> None:
+    """Symptom: no gradient, no error. Cause: a function that goes by name is searched for tensors,
+    but not everywhere."""
+    (tmp_path / "imported_model.py").write_text(IMPORTED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    model = importlib.import_module("imported_model")
+    try:
+        with mpgrad.Pool(1) as pool:
+            for fn, tensor in (
+                (model.namespace, model.NAMESPACE.w),
+                (model.slots, model.SLOTS.w),
+                (model.deque, model.DEQUE[0]),
+                (model.cache, model.W),
+                (model.local, model.W),
+            ):
+                tensor.grad = None
+                pool.map(fn, [torch.tensor(3.0)])[0].backward()
+                assert tensor.grad == 3.0, fn
+    finally:
+        del sys.modules["imported_model"]
+
+
+def test_attributes_of_tensors_in_a_module_that_change(
+    own_module: Any, fresh_pool: mpgrad.Pool
+) -> None:
+    # the state of a module is pickled again only when something in it has changed
+    fn = own_module.labelled
+    for label in ("a", "b"):
+        own_module.W.label = label
+        assert fresh_pool.map(fn, [1]) == [label]
+    del own_module.W.label
+    assert fresh_pool.map(fn, [1]) == ["none"]
+    item = torch.ones(1)
+    with (
+        pytest.raises(TypeError, match=r"\(label\); pass its name"),
+        open(os.devnull, "w") as file,
+    ):
+        item.label = file  # type: ignore[attr-defined]
+        fresh_pool.map(fn, [item])

@@ -192,7 +192,7 @@ def test_files_in_memory_and_the_streams_of_the_process(pool2: mpgrad.Pool) -> N
 
 
 def test_the_path_in_a_result(pool: mpgrad.Pool) -> None:
-    assert "(['numbers'][0]); make a list of what it gives" in refusal(
+    assert "(['numbers'][0]); make a list of its values" in refusal(
         pool, lambda x: {"numbers": [numbers()]}
     )
 
@@ -205,11 +205,11 @@ def test_what_to_do(pool2: mpgrad.Pool) -> None:
         for value, remedy in (
             (open_socket, "connect in the function, or once a worker, with Pool(initializer=...)"),
             (connection, "connect in the function"),
-            (numbers(), "make a list of what it gives"),
+            (numbers(), "make a list of its values"),
             (thread, "start it in the function"),
             (child, "it is the caller's child"),
-            (queue.Queue(), "return what was to be put into it"),
-            (queue.SimpleQueue(), "return what was to be put into it"),
+            (queue.Queue(), "return the values that you would put into it"),
+            (queue.SimpleQueue(), "return the values that you would put into it"),
             (future, "pass its result()"),
             (sys._getframe(), "pass its text"),
         ):
@@ -266,7 +266,7 @@ def test_the_search_does_not_fail_itself(pool: mpgrad.Pool, log: Log) -> None:
 
 def test_a_proxy_of_what_is_gone(pool: mpgrad.Pool, log: Log) -> None:
     proxy = weakref.proxy(Holder(torch.ones(1)))
-    assert "uses a weak proxy (weakref.proxy) of an object that is gone; let go of" in refusal(
+    assert "uses a weak proxy (weakref.proxy) of an object that is gone; drop" in refusal(
         pool, lambda x: proxy
     )
     held = [proxy, log]
@@ -372,10 +372,10 @@ def test_views_that_are_refused(pool2: mpgrad.Pool) -> None:
     record_part, released = memoryview(numpy.zeros(3, dtype="i4,i4"))[1:], memoryview(b"abc")
     said = refusal(pool2, closing_over(record_part))
     assert (
-        "memoryview with the format 'T{i:f0:i:f1:}' and the shape (2,); pass the object that it"
+        "memoryview with the format 'T{i:f0:i:f1:}' and the shape (2,); pass the object whose"
         in said
     )
-    assert "looks at (<lambda>'s closure: value)" in said
+    assert "memory it shows (<lambda>'s closure: value)" in said
     released.release()
     assert "released memoryview" in refusal(pool2, closing_over(released))
 

@@ -430,7 +430,7 @@ def test_what_stays_refused_is_named(pool: mpgrad.Pool) -> None:
     future: Any = torch.futures.Future()
     loader = iter(DataLoader(DATA, 2))
     for value, words in (
-        (future, "pass what it gives (wait())"),
+        (future, "pass its value (wait())"),
         (loader, "item 0 cannot be sent to or from a worker"),
     ):
         with pytest.raises((RuntimeError, NotImplementedError)) as caught:

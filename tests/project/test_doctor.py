@@ -82,9 +82,8 @@ def test_an_unsupported_torch(tmp_path: Path) -> None:
     lines = ended.stdout.splitlines()
     assert lines[0] == "No pool can work here. See the lines marked X."
     (amiss,) = [line for line in lines if line.startswith("X")]
-    assert amiss.startswith("X torch ") and "install what was tried: torch 2." in " ".join(
-        ended.stdout.split()
-    )
+    assert amiss.startswith("X torch ")
+    assert "install a version that was tried: torch 2." in " ".join(ended.stdout.split())
     assert not [line for line in lines if line[2:].startswith("pool")]  # it needs torch
 
 
@@ -208,8 +207,8 @@ del socket.SCM_RIGHTS, socket.CMSG_SPACE
         (
             AS_WINDOWS,
             {},
-            "mpgrad needs Unix sockets that carry file descriptors (socket.SCM_RIGHTS), which this "
-            "system lacks",
+            "mpgrad needs Unix sockets that can pass file descriptors (socket.SCM_RIGHTS), which "
+            "this system lacks",
         ),
     ],
     ids=["setting", "Windows"],

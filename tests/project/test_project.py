@@ -76,13 +76,26 @@ def nodes_that_run(node: ast.AST) -> Iterator[ast.AST]:
             yield from nodes_that_run(child)
 
 
-def imports_of(file: Path, of_types_too: bool = False) -> Iterator[str]:
-    tree = ast.parse(file.read_text())
+@functools.cache
+def parsed(text: str) -> ast.Module:
+    """Most tests here read all of the sources."""
+    return ast.parse(text)
+
+
+@functools.cache
+def imports_in(text: str, of_types_too: bool) -> list[str]:
+    tree = parsed(text)
+    found = []
     for node in ast.walk(tree) if of_types_too else nodes_that_run(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return found
+
+
+def imports_of(file: Path, of_types_too: bool = False) -> list[str]:
+    return imports_in(file.read_text(), of_types_too)
 
 
 def sources(root: Path) -> dict[str, Path]:
@@ -151,7 +164,7 @@ def test_the_arrows_form_no_circle() -> None:
     packages.prepare()
 
 
-def known_in(modules: dict[str, Path], imported: Iterator[str]) -> set[str]:
+def known_in(modules: dict[str, Path], imported: Iterable[str]) -> set[str]:
     """Modules, of which some name is imported."""
     named = {name if name in modules else name.rpartition(".")[0] for name in imported}
     return named & modules.keys() - {"mpgrad"}
@@ -169,7 +182,7 @@ def test_who_runs_in_a_worker_imports_nothing_of_the_callers() -> None:
 def test_only_engines_compare_the_names_of_engines() -> None:
     for name, file in sources(ROOT).items():
         compared = [
-            node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Compare)
+            node for node in ast.walk(parsed(file.read_text())) if isinstance(node, ast.Compare)
         ]
         constants = {
             each.value
@@ -236,8 +249,8 @@ def beyond_limits(root: Path) -> set[str]:
     """Modules, classes and functions that are too large, and say no reason."""
     found = set()
     for name, file in sources(root).items():
-        lines = file.read_text().splitlines()
-        module = ast.parse(file.read_text())
+        text = file.read_text()
+        lines, module = text.splitlines(), parsed(text)
         if len(lines) > MODULE_LINES and not is_excused(module, lines):
             found.add(name)
         for path, node in named_nodes(module, name):
@@ -318,7 +331,7 @@ def places_of_classes() -> dict[str, list[str]]:
     for path in [*ROOT.glob("mpgrad/**/*.py"), *ROOT.glob("workers/*.py")]:
         if path.is_relative_to(ROOT / "mpgrad" / "workers"):
             continue
-        for node in ast.parse(path.read_text()).body:
+        for node in parsed(path.read_text()).body:
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(str(path))
     return places
@@ -326,21 +339,21 @@ def places_of_classes() -> dict[str, list[str]]:
 
 # what class names may end with: ordinary words of English or of computing
 ORDINARY = """
-    accelerator accessor actor add admission advice answer argument attribute backend bar block
-    broadcast budget buffer byte cache canceller category change check clock cluster column
-    concatenation container context counter deadline delivery dependency descriptor device
-    dispatcher driver entry environment error exception executor exit failure feeder filler
-    filter finder finding fingerprint fold follower fork forward frame function generator handle
-    handler hello hook identity initializer input iterator jacobian job kind launcher layout
-    level lifecycle link listener location logger lookup loopback map mapping mean memory merge
-    method mode module monitor name namespace option origin outcome outlet output overlay packer
-    part path payload phase pickle pickler pipe place plan prediction predictor process product
-    program promise queue receiver recovery reduction ref reference referent refusal region
-    registry report reporter request result root run runner scatter scheduler search second seed
-    sender setting settlement setup share side slice snapshot socket source span spec stage
-    starter stat state story submitter sum table termination text timeline timer timing trace
-    traceback tracer tracker traffic trait transfer transport trial unpickler use value waiter
-    warning writer
+    accelerator accessor actor add admission advice agent answer argument attribute backend bar
+    block broadcast budget buffer byte cache canceller category change check clock cluster
+    column concatenation container context counter deadline delivery dependency descriptor
+    device dispatcher driver entry environment error exception executor exit failure feeder
+    filler filter finder finding fingerprint fold follower fork forward frame function generator
+    handle handler hello hook identity initializer input iterator jacobian job kind launcher
+    layout level lifecycle link listener location logger lookup loopback map mapping mean memory
+    merge method mode module monitor name namespace number option origin outcome outlet output
+    overlay packer part path payload phase pickle pickler pipe place plan prediction predictor
+    process product program promise queue receiver recovery reduction ref reference referent
+    refusal region registry report reporter request result root run runner scatter scheduler
+    search second seed sender setting settlement setup share side slice snapshot socket source
+    span spec stage starter stat state story submitter sum table termination text thread
+    timeline timer timing trace traceback tracer tracker traffic trait transfer transport trial
+    unpickler use value waiter warning writer
 """
 # messages that tell the receiver to do something
 ORDERS = "collect define follow forget recompute release start stop"

@@ -1,7 +1,7 @@
-"""Programs of a user as type checkers see them; `test_types.py` runs mypy and pyright on it. It is
-never run itself.
+"""A user's program, for type checkers. `test_types.py` runs mypy and pyright on it, and nothing
+runs it.
 
-Each line that ends with `# wrong` has to be refused, and no other.
+The checkers must refuse each line that ends with `# wrong`, and no other line.
 """
 
 import concurrent.futures
@@ -39,7 +39,7 @@ def told(done: int, total: int | None, left: float | None) -> None:
 
 
 class Scaled(torch.autograd.Function):
-    """Called by its `apply`, which PyTorch has no types for."""
+    """It is called by its `apply`, for which PyTorch has no types."""
 
 
 xs = [torch.ones(3) for _ in range(4)]
@@ -106,7 +106,7 @@ pool.apply_async(parsed, ("1",), callback=kept_text)  # wrong
 future = pool.submit(loss_of, xs[0])
 assert_type(future, mpgrad.DifferentiableFuture[Tensor])
 assert_type(future.result(timeout=3), Tensor)
-# a future may stand for its value
+# a future may be passed in place of its value
 assert_type(pool.submit(both, future, 3).result(), tuple[Tensor, int])
 assert_type(pool.map(loss_of, [future, future]), list[Tensor])
 plain: concurrent.futures.Future[Tensor] = future
@@ -114,7 +114,7 @@ done, _ = mpgrad.wait([future])
 text: str = future.result()  # wrong
 pool.submit(3)  # wrong
 
-# --- a Function of autograd is what its `apply` gives
+# --- a Function of autograd has the type that its `apply` returns
 
 outputs = pool.map(Scaled, xs)
 torch.stack(outputs)
@@ -132,7 +132,7 @@ pool.reduce("summ", xs, torch.zeros(3))  # wrong
 pool.map_reduce(parsed, ["1"], add)  # wrong
 pool.map_reduce(loss_of, xs, "sun")  # wrong
 
-# --- what a pool says of itself
+# --- reports of a pool
 
 with pool.progress("fit"), pool.progress(told):
     pass

@@ -81,13 +81,13 @@ def own_pool(request: pytest.FixtureRequest, fork_server: mpgrad.Pool) -> Iterat
         yield own
 
 
-@pytest.fixture(params=["keep", "auto"])
+@pytest.fixture(params=first_are_quick(1, ["auto", "keep"]))
 def fresh_pool2(request: pytest.FixtureRequest, fork_server: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
     with every_loss_gets(1.0), mpgrad.Pool(2, graphs=request.param) as own:
         yield own
 
 
-@pytest.fixture(scope="module", params=["keep", "auto"])
+@pytest.fixture(scope="module", params=first_are_quick(1, ["auto", "keep"]))
 def open_pool(request: pytest.FixtureRequest, fork_server: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
     with mpgrad.Pool(2, graphs=request.param) as own:
         yield staffed(own)

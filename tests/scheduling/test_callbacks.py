@@ -7,9 +7,11 @@ import concurrent.futures
 import io
 import logging
 import signal
+import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -299,7 +301,6 @@ executor.submit(print, "printed")
 
 @pytest.mark.slow
 def test_callbacks_and_output_as_the_interpreter_ends(fork_server: mpgrad.Pool) -> None:
-    import subprocess
 
     ended = subprocess.run(
         [sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=60
@@ -331,3 +332,81 @@ def test_a_report_without_handlers_names_the_logger(
     monkeypatch.setattr(logging.root, "handlers", [])
     report(logging.WARNING, "worker %d died", 7)
     assert capsys.readouterr().err == "mpgrad: worker 7 died\n"
+
+
+def test_finished_operations_are_forgotten(pool: mpgrad.Pool) -> None:
+    # symptom: operations stayed for ever, and callbacks did not come. cause: one that was sealed
+    # after its last outcome was not looked at again.
+    done = threading.Event()
+
+    def slow_source() -> Iterator[int]:
+        yield from range(3)
+        time.sleep(0.2)  # all outcomes are there before the end is known
+
+    result = pool.map_async(abs, slow_source(), callback=lambda values: done.set())
+    assert done.wait(10) and result.get() == [0, 1, 2]
+    for _ in range(10):
+        assert len(list(pool.imap(abs, range(17)))) == 17
+        assert pool.map(abs, slow_source_of(4)) == [0, 1, 2, 3]
+    assert pool._scheduler.wait_until(lambda: not pool._scheduler.admissions.unfinished, timeout=30)
+
+
+def slow_source_of(count: int) -> Iterator[int]:
+    for k in range(count):
+        time.sleep(0.001)
+        yield k
+
+
+def test_a_callback_that_ends_the_program(
+    pool2: mpgrad.Pool, caplog: pytest.LogCaptureFixture
+) -> None:
+    # symptom: a broken pool. cause: only Exception was caught.
+    pool2.apply_async(abs, (-1,), callback=lambda value: sys.exit(3)).get()
+    assert pool2.map(abs, [-1]) == [1]
+    assert "a callback of the pool raised" in caplog.text
+    pool2.submit(time.sleep, 1).add_done_callback(lambda future: sys.exit(3))
+    assert pool2.map(abs, [-1] * 8) == [1] * 8
+    pool2.synchronize()  # waits for callbacks, too
+    assert "a callback of a future raised" in caplog.text
+
+
+class Refusing(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        raise RuntimeError("refused")
+
+
+@pytest.mark.slow
+def test_a_handler_and_a_stream_of_the_callers_that_raise(
+    fresh_pool: mpgrad.Pool,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    """The pool was broken for good."""
+
+    def waits(go: Path) -> int:
+        while not go.exists():
+            time.sleep(1e-3)
+        return 1
+
+    handler = Refusing()
+    logging.getLogger().addHandler(handler)
+    try:
+        monkeypatch.setattr(
+            "sys.stdout", types.SimpleNamespace(write=handler.emit, flush=lambda: None)
+        )
+        assert fresh_pool.map(
+            lambda x: (logging.getLogger("task").warning("logged"), print("printed"), x)[-1], [1]
+        ) == [1]
+        future = fresh_pool.submit(waits, tmp_path / "go")
+        # before it is done: after that this thread would call it
+        future.add_done_callback(lambda future: 1 / 0)
+        (tmp_path / "go").touch()
+        assert future.result() == 1
+        assert fresh_pool.map(abs, [-1]) == [1]
+    finally:
+        logging.getLogger().removeHandler(handler)
+    monkeypatch.undo()
+    assert fresh_pool.map(abs, [-1]) == [1]
+    told = capfd.readouterr().err
+    assert told.count("RuntimeError: refused") >= 3 and "ZeroDivisionError" in told

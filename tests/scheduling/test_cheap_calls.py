@@ -4,7 +4,10 @@ says that they cost."""
 from __future__ import annotations
 
 import logging
+import operator
+import os
 import random
+import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -502,3 +505,45 @@ def test_the_log_is_silent_inline_and_of_failures(
             with pytest.raises(ValueError, match="invalid literal"):
                 pool.map(int, ["y"] * 4)
     assert log() == []
+
+
+def counter() -> Callable[[], int]:
+    count = 0
+
+    def counts() -> int:
+        nonlocal count
+        count += 1
+        return count
+
+    return counts
+
+
+def test_lone_calls_of_a_function_that_stays_the_same(fork_server: mpgrad.Pool) -> None:
+    """Workers are told of it once. Each call finds it as it was, and not as another call left
+    it."""
+
+    def bytes_each(functions: list[Callable[[int], int]]) -> float:
+        for function in functions:
+            assert [pool.submit(function, -1).result() for _ in range(3)]
+        before = pool.stats().bytes_sent
+        for function in functions * 10:
+            pool.submit(function, -1).result()
+        return (pool.stats().bytes_sent - before) / len(functions * 10)
+
+    with mpgrad.Pool(1) as pool:
+        assert bytes_each([abs]) + 30 < bytes_each([abs, operator.neg])
+        counts = counter()
+        for _ in range(3):
+            assert [future.result() for future in [pool.submit(counts) for _ in range(4)]] == [
+                1
+            ] * 4
+
+
+def test_lone_calls_whose_worker_dies(fork_server: mpgrad.Pool) -> None:
+    """The next worker is told of their function, too."""
+    with mpgrad.Pool(1) as pool:
+        for _ in range(3):
+            assert pool.submit(abs, -1).result() == 1
+        os.kill(pool.stats().workers[0].pid, signal.SIGKILL)
+        for _ in range(3):
+            assert pool.submit(abs, -1).result() == 1

@@ -557,7 +557,16 @@ def kill_all(pool: mpgrad.Pool) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"graphs": "recompute"}, {}, {"deterministic": True}, {"retries": 0}, {"maxtasksperchild": 2}],
+    first_are_quick(
+        2,
+        [
+            {"graphs": "recompute"},
+            {"maxtasksperchild": 2},
+            {},
+            {"deterministic": True},
+            {"retries": 0},
+        ],
+    ),
 )
 def test_graphs_in_other_pools(fork_server: mpgrad.Pool, options: dict[str, Any]) -> None:
     x = torch.rand(3000, requires_grad=True)

@@ -96,7 +96,7 @@ def test_a_rank_that_fails_ends_the_run(
     of_rank_1 = script.shuffled(len(digits.labels), 0)[256:512]
     digits.labels[of_rank_1] = 99  # no such digit: cross_entropy refuses
     with (
-        pytest.raises(script.EndedError, match="ended before its time"),
+        pytest.raises(script.EndedError, match="a rank ended too early"),
         script.over_ranks(digits, plan) as way,
     ):
         way.epoch(0)

@@ -1,7 +1,7 @@
-"""All that the simulation knows of the classes of the scheduler: how they are made, and where to
-look into them.
+"""Contains all that the simulation knows about the scheduler's classes: how to make them, and where
+to look inside.
 
-Whoever changes those classes changes this module; `engine.py` knows the messages of the wire, and
+If you change those classes, change this module. `engine.py` knows the messages of the wire, and
 `history.py` knows neither.
 """
 
@@ -53,7 +53,7 @@ MODES = current_modes()
 
 
 class Environment:
-    """Of the caller's process: see `mpgrad.environment.Since`."""
+    """The environment of the caller's process, see `mpgrad.environment.EnvironmentChanges`."""
 
     begin: Any = None
 
@@ -66,7 +66,7 @@ class Environment:
 
 @contextlib.contextmanager
 def simulated(world: World, most_sums: int = 2) -> Iterator[None]:
-    """Within it shared memory is the world's; nothing is logged, and torch is not asked for
+    """Run the body with the world's shared memory, without logging, and without reading torch's
     modes."""
     foreign_slabs = type("ForeignSlabs", (SimulatedLenders,), {"world": world})
     replies = CountedReplies()
@@ -76,7 +76,7 @@ def simulated(world: World, most_sums: int = 2) -> Iterator[None]:
                 arena,
                 "watch",
                 here_alone(lambda view: None, arena.watch),
-            ),  # children would look where there is nothing
+            ),  # forked children would look for memory that does not exist
             (caller_memory, "ForeignSlabs", foreign_slabs),
             (gradients, "current_modes", lambda: MODES),
             (supervisor, "log_levels", lambda: LogLevels({}, {}, 0)),
@@ -92,13 +92,14 @@ def simulated(world: World, most_sums: int = 2) -> Iterator[None]:
 
 
 def here_alone(simulated: Callable[..., Any], real: Callable[..., Any]) -> Callable[..., Any]:
-    """Other threads of this process have pools of their own, which are real."""
+    """Use `simulated` only in this thread. Other threads of this process have their own pools,
+    which are real."""
     this = threading.get_ident()
     return lambda *given: simulated(*given) if threading.get_ident() == this else real(*given)
 
 
 class CountedReplies:
-    """Each backward gets one reply; but those that are cancelled may be answered all the same."""
+    """Checks that each backward gets one reply. A cancelled backward may still be answered."""
 
     def wrapped(
         self, settle: Callable[[PendingOutcome, Any], None]
@@ -114,16 +115,16 @@ class CountedReplies:
 
 
 class SimulatedScheduler(Dispatcher):
-    """The real one without its thread. The history has it wake up, work and fall asleep; while it
-    sleeps, callers and workers go on."""
+    """The real scheduler without its thread. The history makes it wake up, work and fall asleep.
+    While it sleeps, callers and workers go on."""
 
     def __init__(self, settings: Settings, engine: SimulatedEngine, world: World) -> None:
         super().__init__(settings, engine, world.clock)
         self.world = world
         self.simulated = engine
-        self.handles: list[Any] = []  # all that there ever were
+        self.handles: list[Any] = []  # of all workers that have ever existed
         self.next_look: float | None = None  # when the sleep ends by itself
-        self.drive: Callable[[], bool]  # has something happen; False where nothing can
+        self.drive: Callable[[], bool]  # makes something happen; returns False if nothing can
         self.after_work: Callable[[], None] = lambda: None  # checks
         self.meanwhile: Callable[[], None] = lambda: None  # other threads, in the middle of a turn
 
@@ -132,16 +133,17 @@ class SimulatedScheduler(Dispatcher):
         self._begin_sleep()
 
     def hand_over(self) -> None:
-        """Nobody can wait for the turn: it is this thread's, too."""
+        """Wake the scheduler. No other thread can wait for the turn, because this thread also runs
+        it."""
         self.wake()
 
     def join(self) -> None:
-        """The history goes on until the end."""
+        """Do nothing: the history goes on until the end."""
 
     def _sleep_until(self, told: threading.Lock, timeout: float | None) -> None:
         while told.locked():
             if not self.drive():
-                raise CheckFailed("somebody waits for ever")
+                raise CheckFailed("a thread waits for ever")
 
     @property
     def is_woken(self) -> bool:
@@ -149,7 +151,7 @@ class SimulatedScheduler(Dispatcher):
 
     @property
     def has_turn(self) -> bool:
-        """Its sleep ends, apart from what workers have sent."""
+        """Whether its sleep ends for a reason other than messages from workers."""
         is_due = self.next_look is not None and self.next_look <= self.world.now
         return self.is_woken or is_due
 
@@ -229,7 +231,7 @@ def new_operation(
 def add_call(
     operation: Operation, task: Task, items: int, slot: Any, sources: Sequence[SubmittedOperation]
 ) -> None:
-    """A call that is sent as the number of its task, with memory of the caller's if there is a
+    """Add a call, which is sent as the number of its task, with the caller's memory if there is a
     `slot`."""
     packed = (
         [] if slot is None else [PackedTensor(FLOAT64, (), None, slot.address, 8, 0, None, slot)]
@@ -243,7 +245,8 @@ def add_call(
 
 
 def taken(operation: Operation) -> dict[int, DeliveredResult | FailedResult]:
-    """Its outcomes, as when somebody asks for all values: they are gone from it then."""
+    """Take the operation's outcomes, as a request for all values does. After that it no longer has
+    them."""
     found = dict(operation.outcomes)
     for outcome in found.values():
         if isinstance(operation, SubmittedOperation) and isinstance(outcome, DeliveredResult):
@@ -270,7 +273,8 @@ def send_backward(
     captures: bool,
     apart: bool,
 ) -> Any:
-    """The backward. `promise`: another one, whose gradient this one needs."""
+    """Send a backward and return it. `promise` is another backward, whose gradient this one
+    needs."""
     asked = BackwardRequest(graph_task, keep, whole, create, wanted=(0,), captures=captures)
     part = torch.zeros(()) if promise is None else Promise(promise, 0)
     backward = Backward(graph, asked, [[part]], apart, waits=promise is not None)
@@ -281,7 +285,7 @@ def send_backward(
 
 
 def sum_of_captures(operation_home: Any, graph_task: int) -> float:
-    """Waits for it."""
+    """Wait for the sum of the captures' gradients, and return it."""
     return sum(
         float(each)
         for found in operation_home.capture_gradients(graph_task)
@@ -291,7 +295,7 @@ def sum_of_captures(operation_home: Any, graph_task: int) -> float:
 
 
 def await_reply(scheduler: SimulatedScheduler, reply: Any) -> None:
-    """As a gate does."""
+    """Wait for a reply as a gate does."""
     scheduler.gradients.wait_for(reply)
 
 
@@ -304,7 +308,7 @@ def error_of_reply(reply: Any) -> BaseException:
 
 
 def forget(reply: Any) -> None:
-    """Its gates take nothing any more."""
+    """Note that the gates of the backward take nothing more."""
     reply.let_go()
 
 
@@ -312,7 +316,7 @@ def forget(reply: Any) -> None:
 
 
 def places_of_calls(scheduler: SimulatedScheduler) -> Counter[tuple[int, int]]:
-    """How often each call, by operation and index, is in a queue or under way with a worker."""
+    """Count how often each call, by operation and index, is in a queue or with a worker."""
     found: Counter[tuple[int, int]] = Counter()
     for operation in scheduler.admissions.unfinished:
         found.update((id(operation), call.index) for call in operation.queue)
@@ -324,7 +328,7 @@ def places_of_calls(scheduler: SimulatedScheduler) -> Counter[tuple[int, int]]:
 
 
 def places_of_backwards(scheduler: SimulatedScheduler) -> Counter[int]:
-    """How often each reply that has not arrived is in a backlog or under way."""
+    """Count how often each reply that has not arrived is in a backlog or with a worker."""
     found: Counter[int] = Counter()
     for worker in [*scheduler.supervisor.gone, *scheduler.workers.values()]:
         items = [each for each in worker.backlog if isinstance(each, Backward)]
@@ -335,7 +339,7 @@ def places_of_backwards(scheduler: SimulatedScheduler) -> Counter[int]:
 
 
 def idle_workers(scheduler: SimulatedScheduler) -> list[int]:
-    """Those that may take any call, and have none."""
+    """Return the workers that may take any call and have none."""
     limit = scheduler.settings.calls
     return [
         worker.number
@@ -347,12 +351,13 @@ def idle_workers(scheduler: SimulatedScheduler) -> list[int]:
 
 
 def takers(scheduler: SimulatedScheduler) -> set[int]:
-    """Workers that take calls."""
+    """Return the workers that take calls."""
     return {each.number for each in scheduler.workers.values() if each.ready and not each.retiring}
 
 
 def calls_behind(scheduler: SimulatedScheduler, number: int, running: tuple[int, ...]) -> int:
-    """How many wanted calls the worker has behind that one of a chunk, which others may run."""
+    """Return how many calls wait behind the running one that are still needed and that other
+    workers may run."""
     worker, found = scheduler.workers[number], 0
     chunks = worker.under_way.chunks
     if running[0] != next(iter(chunks), None):
@@ -368,7 +373,7 @@ def calls_behind(scheduler: SimulatedScheduler, number: int, running: tuple[int,
 
 
 def workers_with_timeout(scheduler: SimulatedScheduler) -> set[int]:
-    """Those that are to be ended if they do not answer in time."""
+    """Return the workers that will be ended if they do not answer in time."""
     chunks = {worker.number: worker.under_way.first for worker in scheduler.workers.values()}
     return {
         number
@@ -392,7 +397,7 @@ def sums_of_worker(worker: Any) -> set[tuple[int, int | None]]:
 
 
 def kept_of_worker(worker: Any) -> dict[str, int]:
-    """What the scheduler keeps of a worker, by name."""
+    """Return the sizes of what the scheduler keeps about a worker, by name."""
     return {
         "backlog": len(worker.backlog),
         "chunks under way": len(worker.under_way.chunks),

@@ -4,13 +4,13 @@ process.
     the real scheduler ── Engine, WorkerLink ──► SimulatedLink ──► SimulatedWorker
         ── a step at a time ──► World
 
-A `World` has the clock, the random numbers and the truth: what each call is, what it died of, who
-holds what. It decides which worker makes a step next, and who dies, hangs or is late. A worker is a
-generator: wherever it yields, anything may happen.
+A `World` has the clock, the random numbers and the truth: what each call is, why it died, and what
+each worker holds. It decides which worker makes the next step, and which one dies, hangs or is
+late. A worker is a generator, and anything may happen wherever it yields.
 
-It runs no functions. It keeps graphs, functions and sums as numbers, and fails a check when it is
-given something that it cannot run. Its rules are those of `mpgrad/workers` (`graphs.py` and
-`backward.py` above all), in their simplest form.
+A worker runs no functions. It keeps graphs, functions and sums as numbers, and a check fails if it
+gets something that it cannot run. Its rules are those of `mpgrad/workers` (above all `graphs.py`
+and `run.py`), in their simplest form.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ TWICE = "backward ran twice through a graph that was not retained"
 
 
 class CheckFailed(AssertionError):
-    """The scheduler has done something wrong. `name` is the same for the same check."""
+    """The scheduler has done something wrong. Each check has its own `name`."""
 
     def __init__(self, name: str, text: str = "") -> None:
         super().__init__(f"{name}: {text}" if text else name)
@@ -81,12 +81,12 @@ class CheckFailed(AssertionError):
 
 
 class Rates(NamedTuple):
-    """How often things go wrong in a history: probabilities at each step of a worker, or each time
-    that one is asked for."""
+    """How often things go wrong in a history. These are probabilities for each step of a worker, or
+    for each request."""
 
     death: float = 0.0
     hang: float = 0.0
-    trim: float = 0.0  # a worker drops a graph for want of memory
+    trim: float = 0.0  # a worker drops a graph because memory is short
     refused_start: float = 0.0
     death_at_start: float = 0.0
     failed_start: float = 0.0
@@ -94,7 +94,7 @@ class Rates(NamedTuple):
 
 
 class Task:
-    """What a call is, and the truth about what became of it."""
+    """A call, and the truth about what happened to it."""
 
     def __init__(self, number: int, choose: random.Random, traits: Sequence[str]) -> None:
         self.number = number
@@ -102,17 +102,18 @@ class Task:
         self.steps = choose.randrange(3)
         self.function = 0
         self.environment = b""
-        self.ended = False  # nobody wants it to begin any more
-        self.sources: list[Task] = []  # whose results it is given
-        # the truth of forwards: how often a worker died that was at it, or had it next
+        self.ended = False  # it need not begin any more
+        self.sources: list[Task] = []  # the tasks whose results are its arguments
+        # the truth about forwards: how often a worker died that was running it, or would have run
+        # it next
         self.deaths = self.idle_deaths = self.overdue = 0
-        self.unsure_deaths = self.unsure_timeouts = 0  # it may have been left out in that moment
-        self.was_caught = False  # a worker died that had done it, and may have sent its result
+        self.unsure_deaths = self.unsure_timeouts = 0  # it may have been skipped then
+        self.was_caught = False  # a worker that had run it died, and may have sent its result
 
 
 class WorkerGraph:
-    """A graph in a worker. `base` is what it derives from: they share nodes, so one is emptied with
-    the other."""
+    """A graph in a worker. `base` is the graph that it derives from. They share nodes, so both are
+    emptied together."""
 
     def __init__(self, task: Task, held: list[int], base: WorkerGraph | None = None) -> None:
         self.task = task
@@ -131,7 +132,7 @@ class WorkerGraph:
 
 
 class SimulatedSlab:
-    """Shared memory that nobody shares."""
+    """Shared memory that is not really shared."""
 
     elsewhere = False
     can_grow = False
@@ -145,8 +146,8 @@ class SimulatedSlab:
 
 
 class SimulatedSlot:
-    """Memory of the caller's that is lent to workers. It must live until all of them have given it
-    back."""
+    """Memory of the caller that is lent to workers. It must live until all of them have returned
+    it."""
 
     def __init__(self, slab: SimulatedSlab, place: int) -> None:
         self.slab = slab
@@ -155,7 +156,7 @@ class SimulatedSlot:
 
 
 class SimulatedLenders(ForeignSlabs):
-    """The real one, with simulated slabs. The system may refuse to map some memory."""
+    """The real class with simulated slabs. The system may refuse to map memory."""
 
     world: World
 
@@ -173,7 +174,7 @@ class SimulatedLenders(ForeignSlabs):
 
 
 class World:
-    """The clock, the random numbers, the truth, and all workers that ever were."""
+    """The clock, the random numbers, the truth, and all workers that have ever existed."""
 
     def __init__(
         self,
@@ -194,14 +195,14 @@ class World:
         self.slabs: dict[int, SimulatedSlab] = {}
         self.slots: weakref.WeakValueDictionary[int, SimulatedSlot] = weakref.WeakValueDictionary()
         self.events: list[str] | None = [] if listens else None
-        self.environments: dict[int, set[bytes]] = {}  # by backward, those in which it may run
+        self.environments: dict[int, set[bytes]] = {}  # by backward: where it may run
         self.environments_of_functions: dict[int, bytes] = {}
         self.backward_deaths: Counter[tuple[int, int]] = Counter()  # by graph and backward
         self.backward_timeouts: Counter[tuple[int, int]] = Counter()
         self.caught_backwards: set[tuple[int, int]] = set()  # as `Task.was_caught`
         self.refused_memory = False
-        self.starts_fail = False  # the pool may break for it
-        self.refused_until = 0.0  # by the system: all starts
+        self.starts_fail = False  # then the pool may break
+        self.refused_until = 0.0  # until when the system refuses all starts
         self.lost_nodes = False
         self.calls_per_worker: int | None = None
         self.cancelled_graphs: set[int] = set()  # that a backward was cancelled of
@@ -237,11 +238,11 @@ class World:
         return slot
 
     def able(self) -> list[SimulatedWorker]:
-        """The workers that can make a step."""
+        """Return the workers that can make a step."""
         return [worker for worker in self.workers if worker.can_step]
 
     def step(self, worker: SimulatedWorker) -> None:
-        """The worker does a little; or it dies or hangs."""
+        """Let the worker do a little, or die, or hang."""
         self.now += self.random.choice((0.0, 1e-4, 1e-3, 2e-2))
         if self.chance(self.rates.death):
             worker.die(-signal.SIGSEGV)
@@ -252,8 +253,8 @@ class World:
             worker.step()
 
     def sites_report(self, patient: bool = False) -> bool:
-        """Agents tell what they have seen. One that is `patient` waits until there is something:
-        whether there will be."""
+        """Let agents report what they have seen. If there is nothing and `patient`, advance the
+        clock to the next report. Return whether there was or will be a report."""
         links = [
             worker.link
             for worker in self.workers
@@ -268,14 +269,14 @@ class World:
         return patient and bool(moments)
 
     def calm(self) -> None:
-        """Nothing more goes wrong by itself. What hangs is ended, or goes on when nothing else can
-        happen."""
+        """From now on nothing goes wrong by itself. Workers that hang are ended, or go on when
+        nothing else can happen."""
         self.rates = Rates()
         self.refused_until = 0.0
 
 
 class SimulatedWorker:
-    """One worker: what it has, what it was sent, and how far it has come."""
+    """A worker: what it has, what it was sent, and how far it has got."""
 
     def __init__(self, world: World, number: int, node: str) -> None:
         self.world = world
@@ -284,7 +285,7 @@ class SimulatedWorker:
         self.exit_code: int | None = None
         self.is_hung = False
         self.is_late = world.chance(0.1)
-        self.is_stubborn = world.chance(0.3)  # hangs where no signal but SIGKILL reaches it
+        self.is_stubborn = world.chance(0.3)  # hangs in a place where only SIGKILL reaches it
         self.is_ready = False
         self.at_call = False
         self.told_to_stop = False
@@ -299,15 +300,15 @@ class SimulatedWorker:
         # its code, and the address of its captures
         self.functions: dict[int, tuple[int, int | None]] = {}
         self.codes: set[int] = set()
-        self.slabs: set[int] = set()  # that it was told of
+        self.slabs: set[int] = set()  # the slabs that were introduced to it
         self.graphs: dict[int, WorkerGraph] = {}
         self.dropped: set[int] = set()  # the caller believes that they are here
-        self.excused: set[int] = set()  # of what had to be made again, and was skipped
+        self.excused: set[int] = set()  # graphs that had to be rebuilt, but were skipped
         self.sums: dict[tuple[int, int | None], list[float]] = {}  # by function and backward
         self.lent: set[int] = set()
         self.calls_begun = 0
         self.environment = b""
-        # sends what a chunk has given, while a later call of it runs; None where there is nothing
+        # sends the results of a chunk's first calls while a later one runs; None if there are none
         self._early: Callable[[], None] | None = None
         self._free = [place * SLOT_BYTES for place in range(1, SLAB_SLOTS)]
         self._returns: Counter[int] = Counter()
@@ -322,7 +323,8 @@ class SimulatedWorker:
 
     @property
     def has_early_answer(self) -> bool:
-        """A thread of its own sends it, also while the worker hangs in a call."""
+        """Whether the second thread of the worker could send results. It can do so even while the
+        worker hangs in a call."""
         return self.alive and self.at_call and self._early is not None
 
     def answer_early(self) -> None:
@@ -333,7 +335,7 @@ class SimulatedWorker:
 
     @property
     def running(self) -> tuple[int, ...]:
-        """The chunk and the position of the call that it runs now, and since when; -1 if none."""
+        """The chunk and the position of the call that runs now, and its start; -1 if none does."""
         is_at = self.alive and self.at_call and not self.link.has_more()
         return tuple(self.numbers[:3]) if is_at else (-1, -1, -1)
 
@@ -359,7 +361,7 @@ class SimulatedWorker:
 
     def _live(self) -> Steps[None]:
         (start,) = (yield from self._next_frame()).messages
-        self.check(isinstance(start, Start), "the first message is no Start", start)
+        self.check(isinstance(start, Start), "the first message is not a Start", start)
         yield
         if self.world.chance(self.world.rates.death_at_start):
             self.die(1)
@@ -391,7 +393,7 @@ class SimulatedWorker:
         return self.frames.popleft()
 
     def _handle(self, message: Any) -> Steps[bool]:
-        """Whether it was answered."""
+        """Return whether the message was answered."""
         match message:
             case Forward():
                 yield from self._forward(message)
@@ -416,7 +418,7 @@ class SimulatedWorker:
                 for function in message.functions:
                     self.check(
                         function in self.functions,
-                        "a worker is to forget a function that it does not have",
+                        "a worker is asked to forget a function that it does not have",
                         function,
                     )
                     _, address = self.functions.pop(function)
@@ -435,7 +437,9 @@ class SimulatedWorker:
             case ReturnedSlots():
                 for address, _ in message.slots:
                     self.check(
-                        address in self.lent, "a worker gets back what it has not lent", address
+                        address in self.lent,
+                        "a worker gets back memory that it has not lent",
+                        address,
                     )
                     self.lent.remove(address)
                     self._free.append(address & OFFSET_MASK)
@@ -448,7 +452,7 @@ class SimulatedWorker:
             case MissingSlabs():
                 pass
             case _:
-                self.check(False, "a worker is told what it does not understand", message)
+                self.check(False, "a worker gets a message that it does not understand", message)
 
     # --- functions and memory
 
@@ -457,7 +461,7 @@ class SimulatedWorker:
         return self.numbers[ProgressRecord.STARTED] == ProgressRecord.LOADING
 
     def _load(self, message: Define) -> Steps[None]:
-        """It may take longer than any call may."""
+        """Load a function. This may take longer than any call may."""
         self.numbers[ProgressRecord.STARTED] = ProgressRecord.LOADING
         yield
         self.world.now += self.world.random.choice((0.0, 0.0, 1.0))
@@ -468,7 +472,9 @@ class SimulatedWorker:
 
     def _define(self, message: Define) -> None:
         function = message.function
-        self.check(function not in self.functions, "a worker is told twice of a function", function)
+        self.check(
+            function not in self.functions, "a function is defined twice in a worker", function
+        )
         if message.pickled is not None:
             self.codes.add(message.code)
         self.check(
@@ -477,7 +483,7 @@ class SimulatedWorker:
             message.code,
         )
         is_own = self.environment == self.world.environments_of_functions[function]
-        self.check(is_own, "a function is loaded in the environment of another", function)
+        self.check(is_own, "a function is loaded in the environment of another operation", function)
         address = None if message.slot is None else message.slot[0]
         if address is not None:
             self._borrow(address)
@@ -486,17 +492,19 @@ class SimulatedWorker:
     def _borrow(self, address: int) -> None:
         slab = slab_of(address)
         self.check(
-            slab in self.slabs, "a worker was not told of memory that it is lent", hex(address)
+            slab in self.slabs, "memory is lent that was not introduced to the worker", hex(address)
         )
         owner = slab >> OWNER_BITS
         if owner == 0:
             self.check(
-                address in self.world.slots, "memory is gone that a worker is lent", hex(address)
+                address in self.world.slots,
+                "memory that a worker borrows no longer exists",
+                hex(address),
             )
         elif (lender := self.world.workers[owner - 1]).alive:
             self.check(
                 address in lender.lent,
-                "memory was given back that another worker is lent",
+                "memory that another worker borrows was reused",
                 hex(address),
             )
 
@@ -507,7 +515,7 @@ class SimulatedWorker:
         return addresses
 
     def _lend(self, value: float, payload: bytearray, flags: int = 0) -> TensorRef:
-        """A number for the caller, in shared memory or in the message."""
+        """Return a reference to a number for the caller, in shared memory or in the message."""
         place = -1 - len(payload)
         if self._free and self.world.chance(0.3):
             offset = self._free.pop()
@@ -570,7 +578,7 @@ class SimulatedWorker:
 
         self.check(
             message.function in self.functions,
-            "a worker is to run a function that it does not have",
+            "a worker is asked to run a function that it does not have",
             message,
         )
         for position, call in enumerate(message.calls):
@@ -591,17 +599,17 @@ class SimulatedWorker:
             task = self._task_of(call, message.function)
             self.check(
                 self.environment == task.environment,
-                "a call runs in the environment of another",
+                "a call runs in the environment of another operation",
                 task.number,
             )
             self.check(
                 task.deaths <= self.world.retries,
-                "a call runs though it has killed too many workers",
+                "a call runs although it has killed too many workers",
                 task.number,
             )
             self.check(
                 task.overdue <= self.world.timeout_retries,
-                "a call runs though it took too long too often",
+                "a call runs although it took too long too often",
                 task.number,
             )
             held = self._lent_to_us(call.tensors)
@@ -693,13 +701,13 @@ class SimulatedWorker:
             environments = self.world.environments[call.graph_task]
             self.check(
                 self.environment in environments,
-                "a backward runs in the environment of another",
+                "a backward runs in the environment of another one",
                 call,
             )
             self.check(
                 self.world.backward_timeouts[call.call, call.graph_task]
                 <= self.world.timeout_retries,
-                "a backward runs though it took too long too often",
+                "a backward runs although it took too long too often",
                 call,
             )
             found: Any = None
@@ -763,14 +771,14 @@ class SimulatedWorker:
         call = step.call
         self.check(
             step.function in self.functions,
-            "a graph is to be made by a function that the worker does not have",
+            "a graph needs a function that the worker does not have",
             step,
         )
         task = self._task_of(call, step.function)
         environment = self.environment if step.environment is None else step.environment
         self.check(
             environment == task.environment,
-            "a call runs again in the environment of another",
+            "a call runs again in the environment of another operation",
             task.number,
         )
         fails = "fails backward" in task.traits
@@ -790,7 +798,7 @@ class SimulatedWorker:
             graph.empty()
 
     def _differentiate(self, call: BackwardCall, payload: bytearray) -> Any:
-        """References to the gradients; None where the graph is missing."""
+        """Return references to the gradients; None if the graph is missing."""
         self._returns.update(self._lent_to_us(call.grads))
         graph = self.graphs.get(call.call)
         if graph is None:
@@ -832,7 +840,7 @@ class SimulatedWorker:
 
 
 def gradient_of(call: int, graph_task: int) -> float:
-    """What the backward gives: another number for each graph and backward."""
+    """Return the gradient: a different number for each graph and backward."""
     return call * 4096.0 + graph_task
 
 
@@ -859,14 +867,14 @@ class SimulatedLink:
         self.lost = ""
         self.is_leaving = False
         self.has_ended = False
-        self.tells_exit = True  # it has not been told yet
-        self.knows_exit = world.random.random() < 0.5  # at once, when the worker has ended
+        self.tells_exit = True  # its exit has not been reported yet
+        self.knows_exit = world.random.random() < 0.5  # whether the exit is known at once
         self.skipped: dict[int, int] = {}
         self._answers: deque[Frame] = deque()
-        self._unanswered: dict[int, list[Any]] = {}  # by chunk: tasks, or graphs and backwards
-        self._had_traceback: tuple[int, ...] | None = None  # where it was then
-        self._lies: set[int] = set()  # places among the answers that are left
-        self._limits: dict[int, float] = {}  # of chunks that are not answered
+        self._unanswered: dict[int, list[Any]] = {}  # by chunk: tasks or backwards
+        self._had_traceback: tuple[int, ...] | None = None  # the worker's position at that moment
+        self._lies: set[int] = set()  # positions of lies among the remaining answers
+        self._limits: dict[int, float] = {}  # of chunks without an answer
 
     # --- the worker's end
 
@@ -880,7 +888,7 @@ class SimulatedLink:
     ) -> None:
         if self.has_ended:
             raise CheckFailed(
-                "something is sent over a link that was closed", f"worker {self.number}: {messages}"
+                "a message is sent over a closed link", f"worker {self.number}: {messages}"
             )
         for message in messages:
             match message:
@@ -905,7 +913,7 @@ class SimulatedLink:
                     self._unanswered[message.chunk] = []
                     self._note("a request for a sum", message.chunk, message.graph_task)
                 case Stop():
-                    self.world.note(f"worker {self.number} is told to stop")
+                    self.world.note(f"worker {self.number} is asked to stop")
         if not self.worker.alive:
             if self.world.chance(0.5):
                 raise BrokenPipeError("simulated")
@@ -917,11 +925,12 @@ class SimulatedLink:
             self.world.note(f"worker {self.number} is sent {what} {parts} (chunk {chunk})")
 
     def introduce(self, slabs: Sequence[Any]) -> None:
-        if slabs and self.worker.alive:  # else what comes behind finds that it is dead
+        if slabs and self.worker.alive:  # otherwise the next message finds that it is dead
             self.send([NewSlab(slab.number, slab.nbytes) for slab in slabs])
 
     def lie(self) -> None:
-        """The worker sends what is no message now: the caller can believe nothing that follows."""
+        """Let the worker send something that is not a message. The caller can no longer trust what
+        follows."""
         never = 1 << 40
         lies: list[Any] = [
             Results(never, [], 0.0, 0.0, 0.0, False, [], [], 0, more=False),
@@ -929,7 +938,7 @@ class SimulatedLink:
             CollectedSums(never, [], 0),
             StartFailure(failure("start")),
             Stop(),
-            # what is at a real chunk, and is no outcome
+            # this names a real chunk, but is not an outcome
             Results(next(iter(self._unanswered), never), None, 0.0, 0.0, 0.0, False, [], [], 0),
         ]
         self.world.note(f"worker {self.number} lies")
@@ -941,7 +950,7 @@ class SimulatedLink:
         if self._answers:
             frame = self._answers.popleft()
             if 0 in self._lies:
-                # The scheduler blames the lie, which may have answered the call. The truth is told
+                # The scheduler blames the lie, which may have answered the call. The truth is noted
                 # once.
                 self._tell_truth(is_sure=False)
                 self._had_traceback = None
@@ -965,7 +974,7 @@ class SimulatedLink:
         return not self.has_ended and (bool(self._answers) or not self.worker.alive)
 
     def has_exited(self) -> bool:
-        """As is still to be told."""
+        """Return whether its exit still has to be reported."""
         return self.tells_exit and self.has_ended and not self.worker.alive
 
     @property
@@ -992,8 +1001,8 @@ class SimulatedLink:
         return first, self.numbers[ProgressRecord.STARTED] if has_begun else 0
 
     def _check_time(self) -> None:
-        """That the call, or the one that is next, has had its time since the worker began it, or
-        could have begun it."""
+        """Check that the call, or the next one, has had its time since the worker began it or could
+        have begun it."""
         worker, now = self.worker, self.world.now
         limit = self._limits[next(iter(self._unanswered))]
         started = worker.numbers[ProgressRecord.STARTED] / 1e9
@@ -1001,7 +1010,8 @@ class SimulatedLink:
             raise CheckFailed("a worker is ended before its time", f"worker {worker.number}")
 
     def _tell_truth(self, is_sure: bool = True) -> None:
-        """What it was at, or had next, when it died; before the scheduler says so."""
+        """Note what the worker was running, or had next, when it died. This comes before the
+        scheduler's verdict."""
         chunk, parts = next(iter(self._unanswered.items()), (None, []))
         has_begun = self.numbers[ProgressRecord.CHUNK] == chunk
         position = self.numbers[ProgressRecord.POSITION] if has_begun else 0
@@ -1023,7 +1033,7 @@ class SimulatedLink:
         elif has_begun and (
             not is_sure or (not self.worker.at_call and self.worker._is_skipped(chunk))
         ):
-            # it was about to leave it out; the scheduler may have taken it back
+            # the worker was about to skip it, because the scheduler may have taken it back
             part.unsure_deaths += not is_overdue
             part.unsure_timeouts += is_overdue
         elif is_overdue:
@@ -1044,7 +1054,7 @@ class SimulatedLink:
             isinstance(message, Stop) for frame in worker.frames for message in frame.messages
         )
         if worker.alive and not (is_told or worker.told_to_stop):
-            raise CheckFailed("a link is closed whose worker lives", f"worker {self.number}")
+            raise CheckFailed("a link is closed while its worker lives", f"worker {self.number}")
         self.has_ended = True
 
     @property
@@ -1053,7 +1063,7 @@ class SimulatedLink:
         return Exit(self.worker.exit_code) if is_known else None
 
     def lose(self) -> None:
-        """Its node is lost."""
+        """Lose the worker's node."""
         self.lost = f"node {self.node} is lost (simulated)"
         self.worker.die(-signal.SIGKILL)
 
@@ -1070,7 +1080,7 @@ class SimulatedLink:
         """Both ends look at the same memory."""
 
     def limit(self, chunk: int, seconds: float | None) -> None:
-        """The worker's clock is ours."""
+        """Note the limit. The worker's clock is ours."""
         if seconds is None:
             self._limits.pop(chunk, None)
         else:
@@ -1087,8 +1097,8 @@ class SimulatedLink:
 
 
 class AgentLink(SimulatedLink):
-    """To a worker on another machine. What the scheduler knows of its progress record, and it of
-    the scheduler's, comes late."""
+    """The link to a worker on another machine. The progress record reaches the scheduler late, and
+    the scheduler's skips reach the worker late."""
 
     shares_memory = False
     keeps_time = True
@@ -1096,8 +1106,8 @@ class AgentLink(SimulatedLink):
     def __init__(self, world: World, worker: SimulatedWorker, node: str) -> None:
         super().__init__(world, worker, node)
         self.progress_record = memoryview(bytearray(PROGRESS_RECORD_BYTES)).cast("q")
-        self._lent = 0  # how often something was, and has not been given back
-        self._skips: list[tuple[int, int]] = []  # that the agent has not written yet
+        self._lent = 0  # how many loans have not been returned yet
+        self._skips: list[tuple[int, int]] = []  # skips that the agent has not written yet
         self._heard_at = world.now
         self._followed_until = 0.0
 
@@ -1117,7 +1127,7 @@ class AgentLink(SimulatedLink):
         return super().receive()
 
     def report(self) -> bool:
-        """Do what the agent was asked for, and tell what it has seen; whether there was
+        """Do what the agent was asked to do, and report what it has seen. Return whether there was
         anything."""
         skips, self._skips = self._skips, []
         for place, chunk in skips:
@@ -1133,14 +1143,14 @@ class AgentLink(SimulatedLink):
         return bool(skips) or is_overrun
 
     def next_moment(self) -> float | None:
-        """When a call will have taken too long of which that was not told."""
+        """Return when a call will have taken too long, if this was not reported yet."""
         chunk, position, moment = self._next_overrun()
         is_stuck = self.worker.is_loading and self.worker.is_hung
         is_told = self.overrun == (chunk, position)
         return None if moment == float("inf") or is_told or is_stuck else moment
 
     def _next_overrun(self) -> tuple[int, int, float]:
-        """As in `cluster.agent`."""
+        """Do the same as `next_overrun` in `cluster.agent`."""
         at, position = (
             self.worker.numbers[ProgressRecord.CHUNK],
             self.worker.numbers[ProgressRecord.POSITION],
@@ -1177,7 +1187,7 @@ class AgentLink(SimulatedLink):
         self._lent -= times
         if self._lent < 0:
             raise CheckFailed(
-                "an agent is told to end what it does not have", f"worker {self.number}"
+                "an agent is asked to end a worker that it does not have", f"worker {self.number}"
             )
 
     def end(self) -> int | None:
@@ -1195,7 +1205,8 @@ def in_words(message: Any) -> str:
 
 
 class SimulatedEngine:
-    """See `engines.kinds.Engine`. Nobody sleeps: `wait` says what is there, and `wake` is noted."""
+    """A simulated `engines.kinds.Engine`. No thread sleeps: `wait` returns at once, and `wake` is
+    noted."""
 
     copies_caller = False
 
@@ -1221,7 +1232,7 @@ class SimulatedEngine:
         return worker.link
 
     def wait(self, seconds: float | None) -> Sequence[SimulatedLink]:
-        """Links with something to read, in any order; not always all of them."""
+        """Return links with something to read, in any order, and not always all of them."""
         links = [
             worker.link
             for worker in self.world.workers
@@ -1237,7 +1248,7 @@ class SimulatedEngine:
         return links
 
     def _let_others_go_on(self, seconds: float) -> None:
-        """Somebody waits for exits, in this thread."""
+        """Let the others go on while this thread waits for exits."""
         able = self.world.able()
         if able:
             self.world.step(self.world.random.choice(able))

@@ -1,26 +1,24 @@
-"""Random histories of a pool: what callers ask for, what goes wrong meanwhile, and what must be so
-after each event.
+"""Random histories of a pool: the requests of callers, the faults that happen at the same time, and
+the checks after each event.
 
     seed ──► Program: settings, rates, steps
-        ──► History: each step, then the rest until nothing happens any more ──► checks
-A step has random numbers of its own, so steps can be left out and the others stay what they are:
-`shortest` does that.
+        ──► History: each step, then the rest until nothing more happens ──► checks
+Each step has its own random numbers. So `shortest` can leave steps out without changing the others.
 
 Checked after each turn of the scheduler
-    - each call that has no outcome is in one place: it waits for others, is in a queue, or is under
-      way with one worker
-    - each backward that has no reply waits for others, or is in one backlog, or under way with one
-      worker
+    - each call that has no outcome is in one place: it waits for others, is in a queue, or is with
+      one worker
+    - each backward that has no reply waits for others, or is in one backlog, or is with one worker
     - no outcome and no reply comes twice; no worker is idle while there are calls in a queue
-    - no call waits behind a running one for longer than `WAIT` seconds, if there are other workers:
-      then the next one that is idle gets it
-    - a worker may send what a chunk has given before the chunk's end
+    - no call waits behind a running one for longer than `WAIT` seconds if there are other workers,
+      because the next idle worker gets it
+    - a worker may send results of a chunk before the chunk's end
     - the scheduling thread sleeps until something wakes it, so a wake-up that is forgotten, or is
-      lost in the middle of a turn, leaves somebody waiting; sleeps also end late, or for no reason
+      lost in the middle of a turn, leaves a thread waiting; sleeps also end late, or for no reason
 and at the end
     - everything is answered; each failure is one that the truth (see `engine.World`) explains, and
       names its call
-    - sums of captures' gradients are the sums of what each backward of them gave
+    - sums of captures' gradients are the sums of the gradients from each backward
     - nothing is left once all results are dropped; no worker lives once the pool has ended
 """
 
@@ -46,18 +44,18 @@ from mpgrad.errors import (
     WorkerDiedError,
 )
 
-# seconds that a call may take before those behind it are taken back: twice what it takes in
-# `engine` at most, if it is a bundle, and messages
+# Seconds that a call may take before the calls behind it are taken back. This is twice the longest
+# time in `engine`, which is that of a bundle, and includes messages.
 WAIT = 1.0
-# Nobody knows which call of a chunk runs there, so the time of all of them counts.
+# The caller does not know which call of a chunk runs there, so the time of all of them counts.
 REMOTE_WAIT = 5.0
 SEEN = 1e-3  # as in `mpgrad.machine.policy`
 IDLE_DEATHS = 2  # as in `mpgrad.machine.deaths`
 START_PATIENCE = 2.0  # as in `supervisor`
-MOST_EVENTS = 20_000  # of one history: more of them are a livelock
-# at the clock in a row: who looks more often waits for a worker that hangs, and has no time-out
+MOST_EVENTS = 20_000  # of one history; more of them mean a livelock
+# looks at the clock in a row; more of them mean a wait for a worker that hangs, without a time-out
 MOST_LOOKS = 50
-STEPS = {  # how often each is taken
+STEPS = {  # the relative frequency of each step
     "something_happens": 60,
     "map": 14,
     "submit": 12,
@@ -85,26 +83,26 @@ STEPS = {  # how often each is taken
     "end_pool": 1,
 }
 
-# what other threads do in the middle of a turn: none of it waits
+# what other threads do in the middle of a turn; none of these steps waits
 MEANWHILE = "map", "submit", "add_more", "cancel", "cancel_backward", "kill", "resize"
 
 
 class Step(NamedTuple):
-    """Something that a caller does, or that happens."""
+    """An action of a caller, or an event."""
 
     kind: str
     seed: int
 
 
 class Program(NamedTuple):
-    """All that a history depends on."""
+    """Everything that a history depends on."""
 
     seed: int
     workers: int
     retries: int
     timeout_retries: int
     calls: int | None
-    keeps: bool  # graphs may be dropped, and are made again without retries
+    keeps: bool  # graphs may be dropped, and are rebuilt even without retries
     nodes: int
     remote: bool
     rates: Rates
@@ -129,7 +127,7 @@ def program_of(seed: int) -> Program:
     )
     retries, keeps = choose.randrange(3), choose.random() < 0.3
     if not (retries or keeps):
-        # workers then drop no graph, as nobody could make it again
+        # then workers drop no graphs, because a graph could not be rebuilt
         rates = rates._replace(trim=0.0)
     kinds = choose.choices(list(STEPS), list(STEPS.values()), k=choose.randrange(10, 60))
     return Program(
@@ -148,7 +146,7 @@ def program_of(seed: int) -> Program:
 
 
 class Asked(Listener):
-    """An operation, and what came of it."""
+    """An operation and its outcome."""
 
     _is_told = False
 
@@ -164,7 +162,7 @@ class Asked(Listener):
         self.number = number
         self.tasks: list[Task] = []
         self.delivered = self._arrived = deque()
-        self.may_start = True  # it is no future that was cancelled
+        self.may_start = True  # false if it is a future that was cancelled
         self.is_cancelled = False
         self.is_taken = False
         self.operation = begin(self)
@@ -174,10 +172,10 @@ class Asked(Listener):
 
 
 class Family:
-    """A graph and all that derive from it: they are freed together."""
+    """A graph and all graphs that derive from it. They are freed together."""
 
     def __init__(self) -> None:
-        self.freeing: list[int] = []  # backwards that were not to keep the graph
+        self.freeing: list[int] = []  # backwards that should not keep the graph
 
 
 class Graph:
@@ -195,7 +193,7 @@ class Sent:
 
     def __init__(self, graph: Graph, graph_task: int, reply: Any, promised: Sent | None) -> None:
         self.call = graph.graph.call
-        self.graph = graph.graph  # as long as nobody has dropped it
+        self.graph = graph.graph  # until a caller drops it
         self.task = graph.task
         self.family = graph.family
         self.asked = graph.asked
@@ -224,14 +222,14 @@ class History:
         self.scheduler: Any = None  # a `SimulatedScheduler`, once it runs
         self._graph_tasks = 0
         self._events = 0
-        self._looks = 0  # at the clock, since a worker could do something
-        self._staffed_at = 0.0  # when there was last a worker that takes calls
+        self._looks = 0  # looks at the clock since a worker could last do something
+        self._staffed_at = 0.0  # when a worker that takes calls last existed
         self._count = 0  # of operations
-        # by worker: what it runs, and the moments of turns since which calls wait behind
-        # that
-        # moments by which operations must have ended
-        self._deadlines: list[tuple[float, weakref.ref[Any]]] = []
+        # by worker: the call that it runs, and the moments of the turns since when calls have
+        # waited behind it
         self._waits: dict[int, tuple[tuple[int, ...], list[float]]] = {}
+        # the moments by which operations must have ended
+        self._deadlines: list[tuple[float, weakref.ref[Any]]] = []
 
     def run(self) -> None:
         with adapter.simulated(self.world, self.program.most_sums):
@@ -274,8 +272,8 @@ class History:
                 break
 
     def happens(self, patient: bool = True) -> bool:
-        """A turn of the scheduler or a step of a worker; or time passes, if one is `patient`. False
-        if nothing can happen."""
+        """Let the scheduler take a turn, or a worker make a step, or, if `patient`, time pass.
+        Return False if nothing can happen."""
         self._events += 1
         if self._events > MOST_EVENTS:
             raise CheckFailed("it goes on for ever")
@@ -285,7 +283,7 @@ class History:
         if world.remote and world.random.random() < 0.2 and world.sites_report():
             scheduler.simulated.wake()
         self._looks = 0 if able else self._looks
-        # now and then a sleep ends for no reason; but nobody may depend on that
+        # now and then a sleep ends for no reason, but no thread may depend on that
         ends_early = bool(able) and world.random.random() < 0.02
         has_turn = (
             scheduler.has_turn
@@ -324,7 +322,7 @@ class History:
                 worker.number for worker in hung if not worker.is_loading
             }:
                 raise CheckFailed(
-                    "a call takes too long, and nobody ends it", f"workers {sorted(overdue)}"
+                    "a call takes too long, and is not ended", f"workers {sorted(overdue)}"
                 )
             self._looks = 0
             world.random.choice(hung).is_hung = False
@@ -333,7 +331,7 @@ class History:
         return True
 
     def _happens_meanwhile(self) -> None:
-        """In the middle of a turn another thread goes on."""
+        """Let another thread go on in the middle of a turn."""
         if self.world.random.random() < 0.03:
             kind = self.choose(MEANWHILE)
             self.note(f"--- in the middle of a turn: {kind}")
@@ -342,7 +340,7 @@ class History:
     def time_passes(self) -> None:
         self.world.now += self.choose((0.06, 0.3, 1.0, 2.5))
 
-    # --- what callers ask for
+    # --- requests of callers
 
     @property
     def is_open(self) -> bool:
@@ -430,7 +428,7 @@ class History:
         self.scheduler.admit(asked.operation)
 
     def take(self) -> None:
-        """Somebody asks for the results of an operation that has ended."""
+        """Take the results of an operation that has ended."""
         asked = self.choose(
             [each for each in self.asked if each.operation.finished and not each.is_taken]
         )
@@ -445,7 +443,7 @@ class History:
                 self.graphs.append(Graph(graph, asked.tasks[index], Family(), asked))
 
     def drop(self) -> None:
-        """Results, or graphs of results, are dropped."""
+        """Drop results, or graphs of results."""
         if self.graphs and self.world.random.random() < 0.7:
             graph = self.graphs.pop(self.world.random.randrange(len(self.graphs)))
             self.note(f"graph {graph.graph.call} is dropped")
@@ -465,7 +463,7 @@ class History:
     # --- backwards
 
     def backward(self) -> None:
-        """Of some results; some of them give others their gradients."""
+        """Run backwards of some results. Some of them pass their gradients on to others."""
         if (
             not self.graphs
             or self.scheduler.life.broken is not None
@@ -516,7 +514,7 @@ class History:
             adapter.await_reply(self.scheduler, choose.choice(self.sent).reply)
 
     def collect(self) -> None:
-        """Somebody waits for the sums of captures' gradients of a backward."""
+        """Wait for the sums of captures' gradients of a backward."""
         numbers = sorted(
             {each.graph_task for each in self.sent if each.in_sum and each.graph is not None}
         )
@@ -529,9 +527,9 @@ class History:
         }.values():
             parts = [each for each in mine if each.asked.operation.owner is owner]
             if any(each.graph is None for each in parts):
-                continue  # the engine would hold them
-            self.note(f"the sum of backward {graph_task} is asked for")
-            # parts that are lost are sent once more
+                continue  # the engine would hold these backwards
+            self.note(f"the sum of backward {graph_task} is requested")
+            # lost parts are sent again
             self.world.environments[graph_task].add(self.environment.now)
             expected = sum(each.task.number for each in parts)
             try:
@@ -573,7 +571,7 @@ class History:
                     self.world.cancelled_graphs.add(each.call)
             self.scheduler.cancel_backward(number)
 
-    # --- what callers want no more
+    # --- cancelled requests
 
     def _cancel_by(self, ask: Callable[[Any], None], word: str, futures: bool = False) -> None:
         asked = self.choose(
@@ -624,7 +622,7 @@ class History:
             asked.is_cancelled = True
         self.scheduler.cancel_all_with_grace()
 
-    # --- what goes wrong, and the pool's life
+    # --- faults, and the pool's life
 
     def lose_worker(self) -> None:
         worker = self.choose([each for each in self.world.workers if each.alive])
@@ -637,7 +635,7 @@ class History:
             worker.link.lie()
 
     def hang(self) -> None:
-        # starts have no time-out
+        # a start has no time-out
         alive = [each for each in self.world.workers if each.alive and each.is_ready]
         worker = self.choose([each for each in alive if each.at_call] or alive)
         if worker is not None:
@@ -684,7 +682,8 @@ class History:
     # --- checks
 
     def _check_patience(self) -> None:
-        """Where the system refuses workers, a pool that has none left waits before it breaks."""
+        """Check that a pool without workers waits before it breaks, if the system refuses to start
+        workers."""
         broken = self.scheduler.life.broken
         if any(worker.ready and not worker.retiring for worker in self.scheduler.workers.values()):
             self._staffed_at = self.world.now
@@ -692,8 +691,8 @@ class History:
             raise CheckFailed("a pool breaks without patience", repr(broken))
 
     def _check_waits(self) -> None:
-        """After a turn: calls do not wait behind a running one while there are other workers, and
-        somebody looks again before that takes too long."""
+        """Check, after a turn, that no call waits behind a running one while there are other
+        workers, and that the scheduler looks again before the call takes too long."""
         scheduler, now = self.scheduler, self.world.now
         waits, self._waits = self._waits, {}
         takers = adapter.takers(scheduler)
@@ -704,19 +703,17 @@ class History:
             if not adapter.calls_behind(scheduler, number, running):
                 continue
             before, turns = waits.get(number, (running, []))
-            # Of the turns in which calls wait too long, the first only has the worker skip them.
-            # An agent says when it has.
+            # In the first turn in which calls wait too long, the worker is only made to skip them.
+            # An agent reports when it has done so.
             turns = [*turns, now] if before == running else [now]
             self._waits[number] = running, turns
             wait = REMOTE_WAIT if self.program.remote else WAIT
             late = [each for each in turns if each - turns[0] > wait]
             if late and now - late[0] > 2 * SEEN and not self.program.remote:
-                raise CheckFailed(
-                    "a call waits behind another one that takes long", f"worker {number}"
-                )
+                raise CheckFailed("a call waits behind a long one", f"worker {number}")
             if scheduler.next_look is None or scheduler.next_look > now + wait:
                 raise CheckFailed(
-                    "nobody looks at calls that wait behind another one", f"worker {number}"
+                    "no turn looks at calls that wait behind another one", f"worker {number}"
                 )
 
     def _check_deadlines(self) -> None:
@@ -730,7 +727,7 @@ class History:
                 raise CheckFailed("a deadline is forgotten", f"at {moment}")
 
     def check_states(self) -> None:
-        """Between two events: everything is somewhere, once."""
+        """Check, between two events, that each call and backward is in exactly one place."""
         scheduler = self.scheduler
         if scheduler.inbox or scheduler.life.is_stopping:
             return
@@ -789,7 +786,7 @@ class History:
             raise CheckFailed("a call has no graph, or one too many", f"call {task.number}")
 
     def _is_explained(self, task: Task, error: BaseException) -> bool:
-        """Whether the truth is that this call has failed so."""
+        """Return whether the truth explains that this call failed with this error."""
         asked, retries, life = self.asked_of[task.number], self.program.retries, self.scheduler.life
         match error:
             case AncestorFailedError():
@@ -806,8 +803,8 @@ class History:
             case WorkerDiedError():
                 killed = task.deaths + task.unsure_deaths > retries
                 killed = killed or task.idle_deaths > max(retries, IDLE_DEATHS)
-                # of a lost node all fails that it was given: also what could not be sent, which is
-                # not seen here
+                # If a node is lost, everything that it was given fails, including what could not be
+                # sent, which is not seen here.
                 killed = killed or (retries == 0 and (task.was_caught or "is lost" in str(error)))
                 return killed or life.broken is not None
             case SharedMemoryError():
@@ -846,7 +843,7 @@ class History:
             return True
         this = sent.call, sent.graph_task
         deaths, timeouts = self.world.backward_deaths[this], self.world.backward_timeouts[this]
-        # without retries
+        # this matters only without retries
         is_lost = retries == 0 and (this in self.world.caught_backwards or not self.program.keeps)
         match error:
             case CancelledError():
@@ -983,7 +980,7 @@ class History:
 
 
 def ancestors(task: Task) -> list[Task]:
-    """The tasks whose results it is given, and theirs."""
+    """Return the tasks whose results are its arguments, and their ancestors."""
     found = list(task.sources)
     for each in found:
         found += [source for source in each.sources if source not in found]
@@ -994,7 +991,7 @@ def ancestors(task: Task) -> list[Task]:
 
 
 class Fault(NamedTuple):
-    """What went wrong in a history."""
+    """A fault of a history."""
 
     program: Program
     name: str  # of the check
@@ -1008,7 +1005,7 @@ def fault_in(program: Program, listens: bool = False) -> Fault | None:
         history.run()
     except CheckFailed as error:
         return Fault(program, error.name, str(error), history.world.events or ())
-    except Exception as error:  # of the scheduler itself
+    except Exception as error:  # an error of the scheduler itself
         place = error.__traceback__
         while place is not None and place.tb_next is not None:
             place = place.tb_next
@@ -1025,7 +1022,7 @@ def fault_in(program: Program, listens: bool = False) -> Fault | None:
 
 
 def shortest(fault: Fault) -> Fault:
-    """The fault with as few steps as can be had by leaving some out."""
+    """Return the fault with as few steps as possible, by leaving some out."""
     steps, size = list(fault.program.steps), len(fault.program.steps) // 2
     while size:
         start = 0

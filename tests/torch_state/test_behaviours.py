@@ -446,7 +446,7 @@ def private_names() -> set[tuple[str, str]]:
     }
     found = set(BY_STRING)
     for node in attributes:
-        path = ast.unparse(node).split(".")
+        path = path_to(node)
         if path[0] == "torch" and any(map(is_private, path)):
             found |= pairs_along(path)
         elif (
@@ -468,6 +468,13 @@ def private_names() -> set[tuple[str, str]]:
                 if any(map(is_private, [*path, each.name]))
             }
     return found
+
+
+def path_to(node: ast.expr) -> list[str]:
+    """The names of an attribute of an attribute of ... a name; "" for any other beginning."""
+    if isinstance(node, ast.Attribute):
+        return [*path_to(node.value), node.attr]
+    return [node.id if isinstance(node, ast.Name) else ""]
 
 
 def pairs_along(path: list[str]) -> set[tuple[str, str]]:
@@ -493,7 +500,7 @@ def test_a_private_name_that_is_missing_is_told(monkeypatch: Patch) -> None:
     monkeypatch.delattr(torch._C, "_current_graph_task_id")
     with pytest.raises(
         UnsupportedTorchError,
-        match=r"there is torch\._C\._current_graph_task_id; install a version",
+        match=r"torch\._C\._current_graph_task_id exists; install a version",
     ) as caught:
         mpgrad.Pool(1)
     assert torch.__version__ in str(caught.value)
@@ -660,3 +667,11 @@ def test_where_the_compiler_cannot_be_told_it_changes_no_result() -> None:
         timeout=58,
     )
     assert ended.stdout == "the same\n", ended.stderr
+
+
+def test_while_another_thread_imports_the_compiler(
+    pool2: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # symptom: AttributeError. cause: a module is in sys.modules before what it defines is there.
+    monkeypatch.setitem(sys.modules, "torch._dynamo", types.ModuleType("torch._dynamo"))
+    assert pool2.map(abs, [-1]) == [1]

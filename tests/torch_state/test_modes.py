@@ -225,3 +225,11 @@ def test_split_mix_against_the_published_sequence() -> None:
     seed = 1234567 * pow(0x9E3779B97F4A7C15, -1, 1 << 64)
     outputs = [modes.split_mix(seed + step) for step in (1, 2, 3)]
     assert outputs == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+
+
+def test_a_chain_under_inference_mode(pool2: mpgrad.Pool) -> None:
+    # symptom: "Inference tensors do not track version counter". cause: the version of every former
+    # result was read.
+    with torch.inference_mode():
+        results = pool2.map(torch.neg, pool2.map(torch.ones, [(50_000,)] * 2))
+    assert [float(r[0]) for r in results] == [-1.0, -1.0]

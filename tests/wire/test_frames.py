@@ -12,7 +12,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
+import mpgrad
 from mpgrad.wire.frames import Channel
 from mpgrad.wire.messages import NewSlab, ReturnedSlots
 
@@ -97,3 +99,11 @@ def test_descriptors_arrive_with_their_frames(tmp_path: Path) -> None:
         os.close(descriptor)
     ours.close()
     theirs.close()
+
+
+@pytest.mark.slow
+def test_more_new_slabs_than_a_frame_has_descriptors(fork_server: mpgrad.Pool) -> None:
+    # symptom: the worker died of an empty deque. cause: descriptors beyond the 64th were cut off.
+    tensors = [torch.empty(1).expand(2).clone().resize_(33 << 18) for _ in range(70)]
+    with mpgrad.Pool(1) as pool:
+        assert pool.apply(len, (tensors,)) == 70

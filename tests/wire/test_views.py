@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import mpgrad
+from mpgrad.testing import assert_same_as_serial
 from mpgrad.torch_state.private import tree_leaves
 from mpgrad.wire.tensor_refs import GAPPED, INLINE_BYTES, SPREAD, dense_core
 
@@ -216,3 +217,56 @@ def test_views_stay_small() -> None:
     assert travels(base(10, 10)[:, 2]) == (10, SPREAD)
     assert travels(base(1).expand(1 << 40)) == (1, 0)
     assert travels(base(1000).unfold(0, 500, 1)) == (1000, 0)
+
+
+def test_one_negated_number_in_all_places(pool: mpgrad.Pool) -> None:
+    """Symptom: -2 came as 2, with no error. Cause: the way for expanded tensors left out what a
+    lazy negation needs."""
+    expanded = torch.tensor([1 + 2j]).conj().imag.expand(3)
+    assert expanded.is_neg()
+    (found,) = pool.map(lambda x: x * 1, [expanded], chunksize=1)
+    assert found.tolist() == [-2, -2, -2]
+
+
+def test_two_views_of_one_former_result(pool2: mpgrad.Pool) -> None:
+    # symptom: ValueError in the worker. cause: borrowed memory was known by its address alone,
+    # without its size.
+    (y,) = pool2.map(lambda n: torch.arange(n, dtype=torch.float64), [200_000])
+    ((short, whole),) = pool2.starmap(lambda a, b: (a.sum(), b.sum()), [(y[:100_000], y)])
+    assert float(short) == float(y[:100_000].sum()) and float(whole) == float(y.sum())
+
+
+def test_strides_with_holes(pool: mpgrad.Pool) -> None:
+    # symptom: last bits differed. cause: a strided item came densely packed, and torch adds it up
+    # in another order.
+    torch.manual_seed(0)
+    items = [torch.randn(63, 130, dtype=torch.float64)[:, ::2].requires_grad_() for _ in range(6)]
+    items += [
+        torch.randn(40, 50, 6, dtype=torch.float64).transpose(0, 2)[1:5, ::3] for _ in range(6)
+    ]
+    for item, result in zip(
+        items, pool.map(lambda x: (x.sum(), x.norm(), x.mean(0), x.stride()), items), strict=True
+    ):
+        serial = item.sum(), item.norm(), item.mean(0)
+        assert all(torch.equal(mine, other) for mine, other in zip(result, serial, strict=False))
+        assert result[3] == item.stride()
+    assert_same_as_serial(lambda x: x[:, ::2], [torch.randn(5, 7, requires_grad=True)], pool)
+
+
+def test_one_tensor_as_two_arguments_or_results_stays_one(pool: mpgrad.Pool) -> None:
+    # symptom: x.mul_(2) did not show in y, although both were one tensor. cause: the fast path
+    # copied each by itself.
+    x = torch.ones(2)
+    assert pool.starmap(lambda a, b: a.mul_(2) + b, [(x, x)])[0].tolist() == [4, 4]
+    ((a, b),) = pool.map(lambda t: (t, t), [x])
+    assert a is b
+
+
+def test_tensors_without_memory(pool2: mpgrad.Pool) -> None:
+    """Symptom: random numbers, or a crash. Cause: PyTorch's efficient zeros, which forward mode
+    makes, have no bytes."""
+    assert torch.equal(
+        pool2.map(lambda n: torch._efficientzerotensor((n,)), [3])[0] + 0, torch.zeros(3)
+    )
+    zeros = torch._efficientzerotensor((2,))
+    assert torch.equal(pool2.map(lambda x: x + zeros, [torch.ones(2)])[0], torch.ones(2))

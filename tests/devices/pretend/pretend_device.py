@@ -1,9 +1,8 @@
-"""The device of `pretend/device.cpp` as an accelerator of mpgrad's: GPUs, as far as anybody but the
-hardware can tell.
+"""The device of `pretend/device.cpp` as an mpgrad accelerator. To all software it looks like GPUs.
 
 Its tensors are on devices "pretend:0" and "pretend:1", its shared memory is opened by a handle, and
-it can be told to fail where a GPU could. What it has not is time of its own: copies are done when
-they are asked for.
+it can be made to fail in the same places as a GPU. But it is not asynchronous: each copy is done at
+once.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ COUNT = 2
 
 
 def built() -> Path | None:
-    """The compiled device; None where there is no compiler."""
+    """Compile the device. Return its library, or None if there is no compiler."""
     compiler = shutil.which("c++") or shutil.which("g++")
     key = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
     library = SOURCE.parent / "build" / f"{key}.so"
@@ -56,7 +55,7 @@ def built() -> Path | None:
 
 
 class Module:
-    """What PyTorch wants as `torch.pretend`."""
+    """The module that PyTorch expects as `torch.pretend`."""
 
     is_available = staticmethod(lambda: True)
     device_count = staticmethod(lambda: COUNT)
@@ -82,7 +81,7 @@ class Stream:
             raise RuntimeError("an illegal memory access was encountered")
 
 
-BROKEN: list[str] = []  # after which nothing works on the device any more, as on a real one
+BROKEN: list[str] = []  # errors, after which nothing works on the device, as on a real one
 
 
 class Event:
@@ -94,7 +93,7 @@ class Pretend:
 
     def __init__(self, library: Path, refuses: str = "") -> None:
         self.library = library
-        self.refuses = refuses  # what its memory cannot be: "exported", or "opened"
+        self.refuses = refuses  # what fails for its memory: "exported" or "opened"
         self.load()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
