@@ -2,8 +2,9 @@
 what follows from its death. They run in the caller only.
 
 This package imports only itself and pure parts of the standard library: no clock, thread, signal,
-log, socket or torch. Its callers pass the time as an argument. It reads only sizes, flags and
-counts of calls, operations and workers. `mpgrad.scheduling` carries out the decisions.
+log, socket or torch. Its callers pass the time as an argument. Calls, operations and workers are
+handles, of which it reads sizes, flags and counts. It changes only queues, ledgers and stories, and
+asks workers to give calls back. `mpgrad.scheduling` carries out the decisions.
 
 Read the modules in this order:
 

@@ -6,7 +6,8 @@ the rest.
     all other calls of the worker ──► their queues; they are not blamed
     backwards ──► `successor`, which rebuilds the graph right before the backward
     a graph that no backward needs yet ──► nothing; it is rebuilt for its next backward
-    a sum of captures' gradients ──► lost; each of its backwards is sent again by itself
+    a sum of captures' gradients ──► lost; the thread that asks for it sends each of its
+                                     backwards again, by itself (`OperationGradients`)
 A call that has begun is blamed for the death of its worker, or for a time-out. A call that was next
 is only suspected, and fails only after more deaths.
 """

@@ -1,15 +1,19 @@
 """What one worker has been given: graphs, and sums of captures' gradients.
 
-The states of a graph, and the events that change them (`AFTER` is the whole table):
+The states of a graph, and the events that change them most often (`AFTER` is the whole table):
 
-    keep ──► ALIVE ──► free: a backward that is not to keep the graph is sent ──► FREED ──┐
-               │                                                                          │
-               ├── drop: the worker has dropped it, or lacks it ──► LOST                  │
-               └── last: a backward is sent of which nothing is left ──► CONSUMED ────────┤
-                         fail: CONSUMED ──► FREED    run: FREED ──► CONSUMED              │
-                         cancel: CONSUMED ──► LOST          released: forgotten ◄─────────┘
-    the next backward rebuilds a graph that is LOST, CONSUMED, or FREED by mistake: ALIVE
-A state changes when the worker is told, not when it has acted.
+    keep ──► ALIVE ──► free: a backward that is not to keep the graph is sent ──► FREED
+               │
+               ├── drop: the worker has dropped it, or lacks it ──► LOST
+               └── last: a backward is sent that leaves nothing of it ──► CONSUMED
+                         fail: CONSUMED ──► FREED    run: FREED ──► CONSUMED
+                         cancel: CONSUMED ──► LOST
+    rebuild: before a backward of a graph that is LOST or CONSUMED ──► ALIVE
+    move: the worker is gone, and another one takes its place ──► LOST there, or CONSUMED
+FREED means that another backward is the user's mistake, and the worker says so. CONSUMED means the
+same for a graph of which nothing is left: it is rebuilt and used up once more, so that PyTorch
+itself decides what another backward does. `free`, `last` and `rebuild` happen when the message is
+written. The other events come with an answer, a death or a release.
 Assumes: called by the scheduling thread; any thread may ask how many graphs there are.
 """
 
@@ -39,7 +43,7 @@ __all__ = [
 MOST_SUMS = 256
 
 ALIVE = "alive"
-# A backward that was not to keep the graph freed it. Another backward is the user's mistake.
+# A backward that was not to keep the graph has freed a part of it.
 FREED = "freed"
 # The graph is rebuilt when it is needed.
 LOST = "lost"
@@ -64,6 +68,12 @@ CANCEL = "cancel"
 DROP = "drop"
 # The last backward was an eager one, and its gradients were taken.
 TAKE = "take"
+# A backward needs the graph.
+REBUILD = "rebuild"
+# The same backward needs it again. It may have freed the graph itself, in a worker that died.
+REBUILD_AGAIN = "rebuild again"
+# The graph's worker is gone. The state in its ledger gives the state in its successor's.
+MOVE = "move"
 
 # by event, then by state; None: the ledger does not know the graph. Other states stay.
 AFTER: dict[str, dict[str | None, str]] = {
@@ -75,6 +85,9 @@ AFTER: dict[str, dict[str | None, str]] = {
     CANCEL: {CONSUMED: LOST},
     DROP: dict.fromkeys((ALIVE, FREED, LOST), LOST),
     TAKE: dict.fromkeys((ALIVE, FREED, LOST, CONSUMED), CONSUMED),
+    REBUILD: dict.fromkeys((None, LOST, CONSUMED), ALIVE),
+    REBUILD_AGAIN: dict.fromkeys((None, FREED, LOST, CONSUMED), ALIVE),
+    MOVE: {**dict.fromkeys((None, ALIVE, FREED, LOST), LOST), CONSUMED: CONSUMED},
 }
 
 
@@ -113,7 +126,7 @@ class GraphLedger:
 
         This worker rebuilds the graph when it is needed.
         """
-        self.states[call] = CONSUMED if before.states.get(call) == CONSUMED else LOST
+        self.states[call] = AFTER[MOVE][before.states.get(call)]
 
     def rebuild(self, call: int, again: bool) -> str | None:
         """Return the state of a graph that must be rebuilt before a backward, and note it as ALIVE.
@@ -121,11 +134,9 @@ class GraphLedger:
         Return None if the graph need not be rebuilt. `again` says that the backward was sent
         before, so it may have freed the graph itself.
         """
-        state = self.states.get(call, LOST)
-        if state == ALIVE or (state == FREED and not again):
-            return None
-        self.states[call] = ALIVE
-        return state
+        before = self.states.get(call)
+        self.handle(call, REBUILD_AGAIN if again else REBUILD)
+        return None if self.states[call] == before else before or LOST
 
     def forget(self, calls: Iterable[int]) -> None:
         for call in calls:

@@ -45,7 +45,7 @@ GRAPH_MISSING = "worker {} has no graph for its backward; it waits until the gra
 
 # If an operation has more calls, only those that were sent last are kept.
 MOST_CALLS = 10_000
-# for one call, which may be given back again and again
+# the latest ones of one call, which may be given back again and again
 MOST_TRANSITIONS = 100
 
 
@@ -62,8 +62,7 @@ class Story:
 
     def note(self, item: int, transition: Transition) -> None:
         known = self.calls.get(item, ())
-        if len(known) < MOST_TRANSITIONS:
-            self.calls[item] = (*known, transition)
+        self.calls[item] = (*known[1 - MOST_TRANSITIONS :], transition)
 
     def shorten(self) -> None:
         """Forget the calls that were sent first, if there are too many."""
