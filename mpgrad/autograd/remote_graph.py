@@ -244,6 +244,10 @@ class RemoteGraph:
         # promises with their output, by graph task
         self.promises: dict[int, list[tuple[int, Promise]]] | None = None
 
+    @property
+    def first_item(self) -> int:
+        return self.index if isinstance(self.index, int) else self.index.start
+
     def check_inputs(self) -> None:
         """Raise RuntimeError if an input that the worker reads in place was written to."""
         for tensor, version in self.inputs_lent:
@@ -452,8 +456,7 @@ class Backward(PendingOutcome):
     def note(self, transition: Any) -> None:
         """Note what happens to the backward in the story of its call, unless it was cancelled."""
         if (graph := self.held) is not None:
-            item = graph.index if isinstance(graph.index, int) else graph.index.start
-            graph.owner.story.note(item, transition)
+            graph.owner.story.note(graph.first_item, transition)
 
     @property
     def items(self) -> int | range:

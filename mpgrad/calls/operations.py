@@ -76,34 +76,35 @@ __all__ = [
 
 
 class Listener:
-    """The results of an operation, as somebody holds them: an `AsyncResult`, a future, an iterator.
+    """The caller's view of an operation: an `AsyncResult`, a future or an iterator.
 
-    It makes the operation, which refers to it weakly. One that has to be told of the end though
-    nobody holds it (`_is_told`) is kept by the operation, until it has been told, or somebody who
-    waited for it was interrupted.
+    It makes the operation, which refers to it weakly. If it must learn of the end even if the
+    caller drops it (`_is_told`), the operation keeps it until then, or until a thread that waits
+    for it is interrupted.
     """
 
     _is_told = True
-    _tells = False  # somebody else, when it is told
-    # indices of outcomes as they come, for who takes them in this order
+    # whether it tells others in turn
+    _tells = False
+    # indices of outcomes in the order in which they come, if they are taken in this order
     _arrived: deque[int] | None = None
 
     def _starts(self) -> bool:
-        """A call begins; False where it was cancelled before."""
+        """Note that a call begins. Return False if it was cancelled before."""
         return True
 
     def _on_finished(self) -> None:
-        """The operation has finished, and was not cancelled. Called once, by who calls
-        `Operation.deliver`."""
+        """React to the operation's end, unless it was cancelled. The thread that calls
+        `Operation.deliver` calls this once."""
 
 
 NOBODY = Listener()
 
 
 class Operation:
-    """The calls of one `map`, `reduce` or the like: those that wait, and what came of the others.
+    """The calls of one `map`, `reduce` or the like: waiting calls, and outcomes of the others.
 
-    The caller adds calls and takes outcomes; the dispatcher takes calls and delivers outcomes.
+    The caller adds calls and takes outcomes. The dispatcher takes calls and delivers outcomes.
     """
 
     def __init__(
@@ -117,41 +118,56 @@ class Operation:
         self.options = options
         self.names = options.function.names
         self.owner = owner
-        self.captures = captures  # that need gradients
-        self.streams = streams or ItemStreams(None)  # of the generators that its items hold
+        # the captures that need gradients
+        self.captures = captures
+        # the random numbers of generators that items hold
+        self.streams = streams or ItemStreams(None)
         self._listener = weakref.ref(listener)
         self._kept = listener if listener._is_told else None
         self._arrived = listener._arrived
-        self.was_interrupted = False  # somebody who waited for the results
+        # whether a thread that waited for the results was interrupted
+        self.was_interrupted = False
         # written by the caller
         self.packed: deque[PackedCall] = deque()  # until the scheduling thread takes them
         self.added = 0
-        self.items = 0  # in the calls added
-        self.bundled: dict[int, int] = {}  # how many of them are in a call, where there are several
-        self.sealed = False  # no call will be added
+        # in the calls that were added
+        self.items = 0
+        # how many items each bundle has, by call
+        self.bundled: dict[int, int] = {}
+        # whether no further call will be added
+        self.sealed = False
         # written by the scheduling thread
-        self.queue: deque[PackedCall] = deque()  # calls that have all that they need, and no worker
-        # the queue may have to be put in order before calls are taken from it
+        # calls that are ready to run, and have no worker yet; `CallQueue` changes it
+        self.queue: deque[PackedCall] = deque()
+        # whether the queue may have to be sorted before calls are taken from it
         self.unsorted = False
-        self.largest_first = False  # the queue begins with the largest calls
+        # whether the queue begins with the largest calls
+        self.largest_first = False
         self.outcomes: dict[int, Outcome] = {}
-        # results of the first outcomes: by the caller, call by call
+        # the results that the caller has made of the first outcomes, call by call
         self._made: list[list[Any]] = []
-        # the outcome at the limit; here also when outcomes have been taken
+        # the outcome at the limit, even after the outcomes have been taken
         self._failed: FailedResult | None = None
-        self.delivered = 0  # outcomes of calls before the limit
-        self.items_delivered = 0  # in these calls
-        # calls from here on do not matter: an earlier one failed, or nobody waits
+        # the number of outcomes before the limit
+        self.delivered = 0
+        # the number of items in these calls
+        self.items_delivered = 0
+        # Calls from here on do not matter: an earlier call failed, or the rest is not wanted.
         self.limit: float = math.inf
-        self.own_seconds = 0.0  # that its calls took by themselves, as the workers measured it
-        self.mutated = False  # a call wrote into a captured tensor
+        # seconds that the calls took by themselves, as measured by the workers
+        self.own_seconds = 0.0
+        # whether a call wrote into a captured tensor
+        self.mutated = False
         self.warned: deque[WarningReport] = deque()  # warnings of tasks
 
     # --- the caller's side
 
     def add(self, call: PackedCall) -> None:
-        """Hand a call to the scheduling thread, once it is told; ValueError: one has a future of
-        another pool."""
+        """Add a call. The scheduling thread takes it when it is told.
+
+        Raises:
+            ValueError: the call takes a future of another pool.
+        """
         call.options = self.options
         if call.dependencies and any(
             dependency.source.owner.link.sender is not self.owner.link.sender
@@ -175,32 +191,32 @@ class Operation:
 
     @property
     def has_ended(self) -> bool:
-        """All calls that were added up to now have an outcome."""
+        """Whether all calls that were added up to now have an outcome."""
         return self.delivered >= min(self.added, self.limit)
 
     @property
     def has_failed(self) -> bool:
-        """A call raised, or nobody waits any more: calls that are added from now on do not
-        matter."""
+        """Whether a call raised, or the rest is not wanted. Calls that are added from now on do not
+        matter then."""
         return self.limit < math.inf
 
     @property
     def items_left(self) -> int:
-        """Of those added, how many have no outcome yet; of bundles, whose sizes may differ, about
-        so many."""
+        """How many of the added items have no outcome yet. With bundles this is an estimate,
+        because their sizes may differ."""
         left = min(self.added, self.limit) - self.delivered
         return round(left * self.items / self.added) if left > 0 else 0
 
     def first_failure(self) -> FailedResult | None:
-        """What is to be raised, as the serial loop would have: the exception of the first failing
-        item."""
+        """Return the failure of the first failing item, which the serial loop would raise; None if
+        there is none, or if errors are returned."""
         return None if self.options.return_errors else self._failed
 
     def value(self, index: int) -> Any:
-        """The result of item `index`, which has come, as tensors with gradients; raises where the
-        call raised.
+        """Return the result of item `index`, which has come, or raise the call's exception.
 
-        Only once: its outcome is gone then, but not where an interrupt came before.
+        This works once, because the outcome is dropped then. After an interrupt it can be tried
+        again.
         """
         self._warn()
         outcome = self.outcomes[index]
@@ -210,7 +226,8 @@ class Operation:
             try:
                 raise error
             finally:
-                del error  # else it and this frame would keep each other
+                # The error has this frame, which would keep it.
+                del error
         try:
             with self.modes_of_caller():
                 (value,) = self._build(index)
@@ -222,8 +239,8 @@ class Operation:
         return value
 
     def values(self) -> list[Any]:
-        """All results in the items' order; raises the first failing item's exception, or has all
-        exceptions in their places."""
+        """Return all results in the items' order, with exceptions in their places if errors are
+        returned. Otherwise raise the first failing item's exception."""
         self._warn()
         failed = self.first_failure()
         if failed is not None:
@@ -235,12 +252,12 @@ class Operation:
                 made.append(self._build(len(made)))
         for outcome in outcomes.values():
             let_go(outcome)
-        # whoever keeps the operation need not keep what its results do not depend on
+        # The operation may live longer than captures that its results do not depend on.
         self.captures = None
         return list(itertools.chain.from_iterable(made))
 
     def only_value(self) -> Any:
-        """The result of the only call."""
+        """Return the result of the only call."""
         (value,) = self.values()
         return value
 
@@ -258,15 +275,15 @@ class Operation:
             )
 
     def modes_of_caller(self) -> contextlib.AbstractContextManager[object]:
-        """Those under which the operation was asked for; its results may be fetched under others,
-        or in another thread."""
+        """Return a context with the modes in which the operation was started. Its results may be
+        fetched in other modes, or in another thread."""
         grad, inference = self.options.modes[:2]
         if (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == (grad, inference):
             return outside_transforms()
         return under_others(grad, inference)
 
     def _build(self, index: int) -> list[Any]:
-        """The result of a call; those of all items of a bundle."""
+        """Return the result of a call, or the results of all items of a bundle."""
         outcome = self.outcomes[index]
         if isinstance(outcome, FailedResult):
             return [outcome.error()] * self.bundled.get(index, 1)
@@ -278,17 +295,17 @@ class Operation:
             return [structure.loads_result(outcome.result.structure, tensors)]
         parts, failed = outcome.result.bundle, outcome.call.failed
         if not failed and all(shape is None for shape, _ in parts):
-            return tensors  # each item gave one
+            return tensors  # one for each item
         return [
             failed[place].error() if place in failed else structure.loads_result(shape, own)
             for place, (shape, own) in enumerate(split(parts, tensors))
         ]
 
     def _give_history(self, outcome: DeliveredResult, tensors: list[torch.Tensor]) -> None:
-        """Make those of a result's `tensors` that need gradients outputs of the call's node; or the
-        leaves they were.
+        """Give the result's `tensors` that need gradients their history: they are outputs of the
+        call's node, or leaves.
 
-        Until `let_go` it can be done again, where nobody has seen these tensors.
+        Until `let_go` this can be repeated, unless the caller has seen these tensors.
         """
         graph, call = outcome.graph, outcome.call
         inner = []
@@ -324,8 +341,8 @@ class Operation:
 
     @torch.enable_grad()
     def _let_in(self, call: PackedCall) -> None:
-        """Gates for a call that was made without gradients, whose function turned them on by
-        itself."""
+        """Make gates for a call that was made without gradients. Its function itself has turned
+        them on."""
         for tensor, version in call.ungated:
             if not tensor.is_inference() and tensor._version != version:
                 raise RuntimeError(modified_in_place(tensor, version))
@@ -339,11 +356,11 @@ class Operation:
     # --- the scheduling thread
 
     def deliver(self, index: int, outcome: Outcome | BaseException) -> None:
-        """What came of a call, unless it is past the limit. A failure that counts makes its call
-        the limit.
+        """Store the outcome of a call, unless the call is past the limit. A failure that stops the
+        operation makes its call the limit.
 
-        As soon as that makes the operation `finished`, another thread may take the outcomes. So
-        that is written last.
+        Another thread may take the outcomes as soon as the operation is `finished`. So the numbers
+        that decide about it are written last.
         """
         if isinstance(outcome, BaseException):
             outcome = FailedResult.with_error(outcome)
@@ -353,7 +370,7 @@ class Operation:
         if self.options.stop_at_failure and isinstance(outcome, FailedResult):
             self._failed = outcome
             self.unsorted = self.largest_first
-            # no more than before, so it comes first
+            # It is not more than before, so it is written first.
             before = [each for each in self.outcomes if each < index]
             self.delivered = len(before)
             self.items_delivered = sum(self.bundled.get(each, 1) for each in before)
@@ -367,24 +384,25 @@ class Operation:
 
     @property
     def has_dependents(self) -> bool:
-        """Other calls are to be given what it gives."""
+        """Whether other calls take its result."""
         return False
 
     def starts(self, index: int) -> bool:
-        """A call begins; False where it was cancelled before, and has got that as its outcome."""
+        """Note that a call begins. Return False if it was cancelled before, and deliver that."""
         return True
 
     def tell_if_finished(self) -> None:
         if self.finished:
             listener = self._listener()
-            self._listener = weakref.ref(NOBODY)  # it is told once, and refers to this
+            # It is told once, and refers to this operation.
+            self._listener = weakref.ref(NOBODY)
             self._kept = None
             if listener is not None:
                 listener._on_finished()
 
     def note_interrupt(self, cancel: Callable[[Operation], None]) -> None:
-        """Somebody who waited for the results was interrupted: `cancel` it as soon as nobody holds
-        them, or is to be told."""
+        """Note that a thread that waited for the results was interrupted. `cancel` the operation as
+        soon as the caller has dropped it."""
         listener = self._listener()
         if listener is None:
             cancel(self)
@@ -394,7 +412,7 @@ class Operation:
             weakref.finalize(listener, cancel, self).atexit = False
 
     def fail(self, error: BaseException) -> None:
-        """Give every call that is still to come the same error."""
+        """Give all calls without an outcome the same error."""
         failed = FailedResult.with_copies(error)
         self.queue.clear()
         self.packed.clear()
@@ -403,7 +421,7 @@ class Operation:
                 self.deliver(index, failed)
 
     def cancel(self) -> None:
-        """Nobody wants the rest any more."""
+        """Drop the rest, because it is not wanted any more."""
         self._listener = weakref.ref(NOBODY)
         self._kept = None
         self.limit = 0
@@ -416,48 +434,50 @@ class Operation:
 
 @contextmanager
 def under_others(grad: bool, inference: bool) -> Iterator[None]:
-    """Modes that this thread is not in."""
+    """Enter modes that this thread is not in."""
     with outside_transforms(), torch.inference_mode(inference), torch.set_grad_enabled(grad):
         yield
 
 
 def by_output(found: Sequence[tuple[int, str]], inner: Sequence[int]) -> dict[int, str]:
-    """What was found of tensors of a result, by output of its node: `inner` are the tensors that
-    are outputs."""
+    """Return the descriptions in `found`, which are by tensor of a result, by output of its node.
+    `inner` are the numbers of the tensors that are outputs."""
     words = dict(found)
     return {output: words[number] for output, number in enumerate(inner) if number in words}
 
 
 def let_go(outcome: Outcome) -> None:
-    """The result has been put down. What leads from its call to its graph would keep both, as the
-    graph may keep the call."""
+    """Drop what leads from the call of a result to its graph, because the result is stored. The
+    graph may keep the call, so this would be a cycle."""
     if isinstance(outcome, DeliveredResult) and outcome.graph is not None:
         call = outcome.call
         call.leaves = call.leaf_items = ()
         call.gated = call.ungated = call.dependencies = ()
 
 
-# --- results that other calls have still to give
+# --- results that are passed to other calls
 
 
 class Dependency:
-    """To the result of a submitted call, which stands among the arguments of another one."""
+    """Stands for the result of a submitted call among the arguments of another call."""
 
     __slots__ = ("__weakref__", "_gates", "_outcome", "is_settled", "source")
 
     def __init__(self, source: SubmittedOperation) -> None:
         self.source = source
-        self.is_settled = False  # the gates are there
+        # whether it has gates
+        self.is_settled = False
         self._gates: list[torch.Tensor] = []
         self._outcome: Outcome | None = None
 
     @property
     def outcome(self) -> Outcome | None:
-        # in this order: when the value is taken, the second is set first
+        # The order matters: when the value is taken, `_outcome` is set first.
         return self.source.outcome or self._outcome
 
     def settle(self, outcome: DeliveredResult, tensors: Sequence[torch.Tensor]) -> None:
-        """The tensors have their history, which the caller cannot have changed yet."""
+        """Make gates to the tensors, which have their history. The caller cannot have changed them
+        yet."""
         self._outcome = outcome
         with torch.enable_grad():
             needing = [each for each in tensors if each.requires_grad]
@@ -472,10 +492,11 @@ class Dependency:
 
 
 def gates_to(dependencies: Sequence[Any]) -> list[torch.Tensor]:
-    """Gates to the results that a call was given; the calls that gave them get their nodes first,
-    the oldest first of all."""
+    """Return gates to the results that a call takes. The calls of these results get their nodes
+    before that, the oldest first."""
     stack = [dependency.source for dependency in dependencies if not dependency.is_settled]
-    while stack:  # no recursion: a chain may be long
+    # A chain may be too long for recursion.
+    while stack:
         earlier = stack[-1].unconnected()
         if earlier:
             stack += earlier
@@ -485,25 +506,26 @@ def gates_to(dependencies: Sequence[Any]) -> list[torch.Tensor]:
 
 
 class SubmittedOperation(Operation):
-    """A chain of calls that may be under way, or done, before anybody asks for a value.
+    """An operation of one call, whose result other calls may take before the caller does.
 
         a = submit(f, x); b = submit(g, a)    the scheduler puts a's outcome into g's call
         b.result()                            gives both calls their nodes, a's first
-    Until somebody asks for a's value nobody can see it: its node has stand-ins for outputs, which
-    get their memory when somebody does. Its graph is hidden so long, and gradients go to it from
-    worker to worker.
+    As long as the caller has not taken a's value, the outputs of its node are stand-ins without
+    memory, and its graph is hidden. Gradients go to it from worker to worker.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # classes of the caller's are unpickled meanwhile, and signals handled
+        # It is reentrant, because the caller's classes are unpickled and signals handled within it.
         self._making = threading.RLock()
         self._had_dependents = False
-        self._dependencies: list[weakref.ref[Dependency]] = []  # that are not settled yet
-        self._tensors: list[torch.Tensor] | None = None  # of the result, with their history
+        # dependencies that are not settled yet
+        self._dependencies: list[weakref.ref[Dependency]] = []
+        # the tensors of the result, with their history
+        self._tensors: list[torch.Tensor] | None = None
         self._taken = False
         self._value: Any = None
-        # of the dispatcher: to be told when there is an outcome
+        # called when there is an outcome, by the thread that delivers it
         self.dependents: deque[Callable[[], None]] = deque()
 
     @property
@@ -520,8 +542,8 @@ class SubmittedOperation(Operation):
         return any(ref() is not None for ref in self._dependencies)
 
     def dependency(self) -> Dependency | None:
-        """To the result as it comes from the worker; None where the caller has it, and may have
-        changed it."""
+        """Return a dependency on the result as it comes from the worker. Return None if the caller
+        has it already, and may have changed it."""
         with self._making:
             if self._taken:
                 return None
@@ -531,7 +553,7 @@ class SubmittedOperation(Operation):
             return dependency
 
     def take(self) -> Any:
-        """The value, which has come, as tensors with gradients; the same object at every call."""
+        """Return the value, which has come. It is the same object each time."""
         with self._making:
             if not self._taken:
                 self._warn()
@@ -548,8 +570,8 @@ class SubmittedOperation(Operation):
                                 tensor.data = memory
                         tensors = self._tensors
                     value = structure.loads_result(outcome.result.structure, tensors)
-                # whoever is interrupted takes it again; a handler of a signal may have come here,
-                # and taken it in between
+                # A thread that is interrupted takes it again. A signal handler may have taken it
+                # in between.
                 if not self._taken:
                     if outcome.graph is not None:
                         outcome.graph.reveal()
@@ -560,7 +582,7 @@ class SubmittedOperation(Operation):
             return self._value
 
     def connect(self) -> None:
-        """Give the call its node, though nobody has asked for its value."""
+        """Give the call its node, before its value is taken."""
         with self._making:
             if self._taken:
                 return
@@ -576,7 +598,7 @@ class SubmittedOperation(Operation):
             self._settle_dependencies(outcome, self._tensors)
 
     def unconnected(self) -> list[SubmittedOperation]:
-        """Those that gave its call something, and have no node yet."""
+        """Return the operations whose results the call took, and whose calls have no node yet."""
         outcome = self.outcomes.get(0)
         if self._tensors is not None or not isinstance(outcome, DeliveredResult):
             return []
@@ -588,7 +610,7 @@ class SubmittedOperation(Operation):
 
     def _settle_dependencies(self, outcome: DeliveredResult, tensors: list[torch.Tensor]) -> None:
         let_go(outcome)
-        # a future that is kept need not keep what its result does not depend on
+        # A future may live longer than captures that its result does not depend on.
         self.captures = None
         for ref in self._dependencies:
             if (dependency := ref()) is not None and not dependency.is_settled:
@@ -608,7 +630,7 @@ class SubmittedOperation(Operation):
 
     def cancel(self) -> None:
         if self.finished:
-            # the result may have been given to other calls, which are to be connected with it
+            # Other calls may have taken the result, and need its node.
             return
         super().cancel()
         self._tell_dependents()
@@ -618,25 +640,25 @@ class SubmittedOperation(Operation):
             self.dependents.popleft()()
 
 
-# --- what came of a call
+# --- outcomes of calls
 
 
 class DeliveredResult(NamedTuple):
-    """A result as it came: not yet tensors, because those are made in the thread, and under the
-    modes, of the caller."""
+    """A result as it came from a worker. The caller's thread makes the tensors, in the caller's
+    modes."""
 
     result: Result
     payload: memoryview
-    memories: dict[
-        int, BorrowedMemory | Slot
-    ]  # by address; slots of ours for what came from devices
+    # by address; memory from devices has slots of the caller
+    memories: dict[int, BorrowedMemory | Slot]
     graph: RemoteGraph | None
     call: PackedCall
-    worker: object  # that gave it
+    # the worker that has sent it
+    worker: object
 
     def views(self, private: bool = False) -> list[torch.Tensor]:
-        """Its tensors, without a history; `private`: not in memory where workers may still read
-        them."""
+        """Return the tensors, without a history. With `private` they are copies, because workers
+        may still read the originals."""
         payload, memories = (
             self.payload,
             {place: holder.memory for place, holder in self.memories.items()},
@@ -653,8 +675,8 @@ class DeliveredResult(NamedTuple):
         return views(self.result.tensors, payload, borrow)
 
     def stand_ins(self) -> list[torch.Tensor]:
-        """Tensors without a history that look like `views()`. Sparse ones are real: they cannot be
-        given their memory later."""
+        """Return tensors without memory and history that look like `views()`. Sparse tensors have
+        memory, because they cannot get it later."""
         refs = self.result.tensors
         if not any(isinstance(ref.form, SparseParts) for ref in refs):
             return list(map(stand_in, refs))
@@ -666,12 +688,12 @@ class DeliveredResult(NamedTuple):
 
 
 class FailedResult:
-    """An exception in the place of a result, made by who asks for it: its class is the caller's
-    code, which may import more.
+    """An exception in place of a result. The thread that asks for it makes it, because its class is
+    the caller's code, which may import more.
 
-    One that is raised keeps the frames that it came through, and what these hold. So what many
-    calls fail with, which may live for as long as the pool, is made anew for each who asks; that of
-    one call is kept, and ends with its result.
+    A raised exception keeps the frames that it passed through, and their variables. So an exception
+    of many calls, which may live as long as the pool, is made anew each time. The exception of one
+    call is kept as long as its result.
     """
 
     def __init__(
@@ -683,19 +705,20 @@ class FailedResult:
         self._make = make
         self._anew = anew
         self._error: BaseException | None = None
-        self.origin = origin or self  # the failure of an ancestor, where that is why
+        # the failure of the ancestor that caused it
+        self.origin = origin or self
         self.is_cancelled = False
 
     @classmethod
     def with_error(cls, error: BaseException) -> FailedResult:
-        """That of one call."""
+        """Return a failure of one call."""
         failed = cls(lambda: error)
         failed.is_cancelled = isinstance(error, CancelledError)
         return failed
 
     @classmethod
     def with_copies(cls, error: BaseException) -> FailedResult:
-        """That of many calls."""
+        """Return a failure of many calls."""
         failed = cls(functools.partial(one_more, error), anew=True)
         failed.is_cancelled = isinstance(error, CancelledError)
         return failed
@@ -710,18 +733,18 @@ class FailedResult:
             return self._make()
         if self._error is None:
             self._error = self._make()
-        # without the lines that asked before; its class may have a method of that name
+        # This removes the lines of earlier requests. The class may have its own such method.
         return BaseException.with_traceback(self._error, None)
 
 
 class UncollectedFailures:
-    """Failures of asynchronous calls that nobody has asked for."""
+    """Failures of asynchronous calls whose results were not taken."""
 
     MOST = 1000
 
     def __init__(self) -> None:
-        # The scheduling thread notes while any other may look. Each step is one of the
-        # dictionary's, so it needs no lock.
+        # The scheduling thread notes failures while other threads look. Each step is one operation
+        # of the dictionary, so it needs no lock.
         self._numbers_of: dict[FailedResult, int] = {}
         self.numbers = itertools.count()  # for results that may become failures
 
@@ -733,9 +756,9 @@ class UncollectedFailures:
         self._numbers_of.pop(error, None)
 
     def surface(self) -> None:
-        """Raise the failure of what was submitted first, and forget them all."""
+        """Raise the failure of the call that was submitted first, and forget all failures."""
         noted = sorted((number, error) for error, number in list(self._numbers_of.items()))
-        # else another thread has it
+        # Another thread may have taken one.
         failures = [error for _, error in noted if self._numbers_of.pop(error, None) is not None]
         if failures:
             first = failures[0].error()
@@ -750,6 +773,5 @@ Outcome = DeliveredResult | FailedResult
 
 
 def own(memory: Any) -> Any:
-    """A copy; the memory of slots on devices as it is."""
-    # what lies on devices is copied anyway
+    """Return a copy, or the memory of a slot on a device, which is copied anyway."""
     return memoryview(bytearray(memory)) if isinstance(memory, memoryview) else memory

@@ -35,7 +35,6 @@ from mpgrad.machine.story import (
     BACKWARD_MOVED,
     DIED_AT,
     LOST,
-    Story,
 )
 from mpgrad.scheduling.chunk_writer import Chunk
 from mpgrad.scheduling.known_functions import KnownFunctions
@@ -292,21 +291,16 @@ class Recovery:
         return worker
 
 
-def place_in_story(part: Part) -> tuple[Story, int] | None:
-    """Return where the part's transitions are noted; None for a backward that was cancelled."""
-    if isinstance(part, PackedCall):
-        return part.options.story, part.item
-    if part.held is None:
-        return None
-    index = part.held.index
-    return part.held.owner.story, index if isinstance(index, int) else index.start
-
-
 def told(error: BaseException, part: Part) -> BaseException:
     """Return the error with a note of what happened to the call or backward."""
-    if (place := place_in_story(part)) is not None:
-        story, item = place
-        add_note(error, f"what happened to it:\n{story.in_words(item)}")
+    if isinstance(part, PackedCall):
+        words = part.options.story.in_words(part.item)
+    else:
+        # Nothing is known of a backward that was cancelled.
+        graph = part.held
+        words = "" if graph is None else graph.owner.story.in_words(graph.first_item)
+    if words:
+        add_note(error, f"what happened to it:\n{words}")
     return error
 
 
