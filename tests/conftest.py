@@ -234,10 +234,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if is_variant(item, firsts):
             item.add_marker(pytest.mark.slow)
-    if config.option.markexpr == "quick":  # and not the slow variants of quick tests
-        slow = [item for item in items if item.get_closest_marker("slow")]
-        config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+    if config.option.markexpr == "quick":  # each test once, with its first parameters
+        once: dict[tuple[object, str], pytest.Item] = {}
+        for item in items:
+            if not item.get_closest_marker("slow"):
+                once.setdefault((item.parent, getattr(item, "originalname", item.name)), item)
+        chosen = set(once.values())
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = [item for item in items if item in chosen]
 
 
 def pytest_collection_finish() -> None:

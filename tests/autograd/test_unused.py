@@ -229,7 +229,8 @@ def test_captures_inside_of_a_checkpoint(loop: Loop) -> None:
     same(inside_of_a_checkpoint(loop, False), inside_of_a_checkpoint(serial, False))
 
 
-@pytest.mark.parametrize("graphs", first_are_quick(1, ["keep", "recompute", "auto"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("graphs", ["keep", "recompute", "auto"])
 def test_captures_inside_of_a_reentrant_checkpoint(graphs: str, fork_server: mpgrad.Pool) -> None:
     """No graph leads to them: all count as reached."""
     # PyTorch frees the history of `inner` with the first of two items

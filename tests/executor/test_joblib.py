@@ -280,7 +280,8 @@ def threads_of_libraries() -> tuple[int, int, str | None]:
 
 
 @linux_only("/proc")
-@pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("threads", [1, 2])
 def test_threads_of_other_libraries(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
     """They had one, or as many as their variables said, whatever number was asked for."""
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "2")

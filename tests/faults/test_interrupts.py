@@ -1028,7 +1028,7 @@ def into_a_list(results: Iterator[Tensor]) -> Callable[[], list[Tensor]]:
 
 @pytest.mark.parametrize(
     "asked",
-    first_are_quick(3, [asked_async, asked_one, asked_imap, asked_futures, asked_unordered]),
+    first_are_quick(2, [asked_async, asked_one, asked_imap, asked_futures, asked_unordered]),
 )
 @pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning"

@@ -812,6 +812,7 @@ print("ok")
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 def test_deaths_while_several_threads_use_the_pool(fork_server: mpgrad.Pool) -> None:
     with mpgrad.Pool(2, retries=1000) as pool:
         run_threads_under_fire(pool)

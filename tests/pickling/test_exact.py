@@ -68,7 +68,7 @@ def city(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     del sys.modules["a_city"]
 
 
-@pytest.fixture(params=["process", "inline"])
+@pytest.fixture(params=first_are_quick(1, ["process", "inline"]))
 def a_pool(request: pytest.FixtureRequest) -> Iterator[mpgrad.Pool]:
     with mpgrad.Pool(1, engine=request.param) as pool:
         yield pool
@@ -433,7 +433,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("where", ["module", "closure"])
-@pytest.mark.parametrize("seed", first_are_quick(20, [*range(40)]))
+@pytest.mark.parametrize("seed", first_are_quick(10, [*range(40)]))
 def test_each_change_of_a_random_object_is_seen(
     module: Any, seed: int, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import first_are_quick
 
 import mpgrad
 from mpgrad.pickling import modules, state
@@ -154,7 +155,7 @@ def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         sys.modules.pop(name, None)
 
 
-@pytest.fixture(params=OPTIONS.values(), ids=OPTIONS.keys())
+@pytest.fixture(params=first_are_quick(1, [*OPTIONS.values()]), ids=OPTIONS.keys())
 def any_pool(
     request: pytest.FixtureRequest, fork_server: mpgrad.Pool, user: Any
 ) -> Iterator[mpgrad.Pool]:

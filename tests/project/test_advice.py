@@ -135,6 +135,7 @@ def test_it_pays(fork_server: mpgrad.Pool, capfd: pytest.CaptureFixture[str]) ->
     assert str(found).startswith("Use a pool: mpgrad.Pool(2) is about ")
 
 
+@pytest.mark.slow
 def test_items_that_are_too_small(
     fork_server: mpgrad.Pool, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -151,6 +152,7 @@ def test_an_item_that_dominates(
     )
 
 
+@pytest.mark.slow
 def test_captures_that_are_too_large(
     fork_server: mpgrad.Pool, capfd: pytest.CaptureFixture[str]
 ) -> None:

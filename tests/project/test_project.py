@@ -82,6 +82,13 @@ def parsed(text: str) -> ast.Module:
     return ast.parse(text)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def forgets_what_was_parsed() -> Iterator[None]:
+    """Tests of initializers look through all that test modules hold."""
+    yield
+    parsed.cache_clear()
+
+
 @functools.cache
 def imports_in(text: str, of_types_too: bool) -> list[str]:
     tree = parsed(text)
