@@ -388,6 +388,7 @@ def test_random_structures(seed: int, where: mpgrad.Pool | None) -> None:
 # --- beyond a single level
 
 
+@pytest.mark.slow
 def test_results_can_be_differentiated(where: mpgrad.Pool | None) -> None:
     leaves = [each.clone().requires_grad_() for each in (A, B, S)]
     captured = tensor(2, seed=5).requires_grad_()

@@ -881,7 +881,7 @@ def test_an_interrupt_leaves_the_collector_on() -> None:
     assert 5 < at < 99
 
 
-@pytest.mark.parametrize("engine", ["process", "inline"])
+@pytest.mark.parametrize("engine", first_are_quick(1, ["process", "inline"]))
 @pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning"
 )  # Python drops what a finalizer raises
@@ -1028,7 +1028,7 @@ def into_a_list(results: Iterator[Tensor]) -> Callable[[], list[Tensor]]:
 
 @pytest.mark.parametrize(
     "asked",
-    first_are_quick(2, [asked_async, asked_one, asked_imap, asked_futures, asked_unordered]),
+    first_are_quick(1, [asked_async, asked_one, asked_imap, asked_futures, asked_unordered]),
 )
 @pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning"

@@ -161,6 +161,7 @@ class TestInnerOptimum:
 
 
 class TestGradient:
+    @pytest.mark.slow
     def test_of_the_inner_optimum(self, few: list[Infant]) -> None:
         parameters = START.clone().requires_grad_()
         for infant in few[:3]:
