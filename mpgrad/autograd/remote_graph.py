@@ -259,6 +259,7 @@ class RemoteGraph:
         if self._expected is None:
             self._expected = {}
         self._expected[gradients.backward.graph_task] = gradients
+        forget_oldest(self._expected)
 
     def take(self, graph_task: int, number: int) -> torch.Tensor | None:
         """Return the gradient of this input."""

@@ -23,7 +23,6 @@ from __future__ import annotations
 import array
 import contextlib
 import gc
-import pickle
 import sys
 import types
 import zlib
@@ -135,11 +134,12 @@ def noted(
     modules = [*modules, *((path[0], values) for path, values in names.items() if not path[1])]
     of_caller = [(path, values, values) for path, values in names.items()]
     before = [
-        (holder, dict(contents))
+        (holder, dict(named(contents)))
         for _, holder, contents in [*of_caller, *places(modules, functions)]
     ]
     # The referents are kept alive, so that no new object gets the address of an old one.
-    held = {id(each): (each, held_by(each), gc.get_referents(each)) for each in led_to_by(before)}
+    led_to = led_to_by([values for _, values in before])
+    held = {id(each): (each, held_by(each), gc.get_referents(each)) for each in led_to}
     initialize()
     SHARED.are_written()  # its own writes do not count
     changed = {number for number, (each, parts, _) in held.items() if held_by(each) != parts}
@@ -231,8 +231,13 @@ def held_by(value: Any) -> list[int]:
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """Return a checksum of an inference tensor, because such tensors count no versions."""
-    return zlib.crc32(pickle.dumps(tensor))
+    """Return a checksum of an inference tensor, because such tensors count no versions; 0 if its
+    memory cannot be read here."""
+    if tensor.layout is not torch.strided or not tensor.is_cpu or tensor.data_ptr() == 0:
+        return 0
+    plain = tensor.as_subclass(torch.Tensor).resolve_conj().resolve_neg().reshape(-1)
+    content: Any = plain.contiguous().view(torch.uint8).numpy()
+    return zlib.crc32(content)
 
 
 def shows_own_memory(value: Any) -> bool:

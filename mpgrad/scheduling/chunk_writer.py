@@ -141,9 +141,11 @@ class ChunkWriter:
             asked = item.asked
             if asked.captures and not item.apart:
                 self._sums.note(item.owner.function, asked.graph_task, asked.levels)
+            is_used_up = self._graphs.states.get(item.call) == CONSUMED and not item.again
             before = self._before(item.graph, payload, messages, item.again, item.environment)
-            # The backward may be lost with the worker, and sent again.
-            item.again = True
+            # The backward may be lost with the worker, and sent again. It has not freed a graph
+            # that an earlier backward has used up.
+            item.again = not is_used_up
             call = self._backward_call(item, payload, before)
             self._note_sent(item)
             calls.append(call)

@@ -405,7 +405,9 @@ class Answers:
             words = GRAPH_MISSING if type(found) is MissingGraph else BACKWARD_ANSWERED
             backward.note((now, words, worker.number))
             if isinstance(found, MissingGraph):
-                # The message's `dropped` has the graph. The sum may have been collected already.
+                # The message's `dropped` has the missing graph, which may be the one that this one
+                # derives from. The sum may have been collected already.
+                worker.graphs.handle(backward.call, DROP)
                 backward.apart = backward.asked.captures
                 # A backward that was cancelled has arrived.
                 if not backward.arrived:

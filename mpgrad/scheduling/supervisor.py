@@ -34,7 +34,6 @@ from mpgrad.scheduling.gradients import GradientSender
 from mpgrad.scheduling.lifecycle import Driver, Lifecycle, Phase
 from mpgrad.scheduling.recovery import Recovery
 from mpgrad.scheduling.worker_handle import Settings, WorkerHandle
-from mpgrad.wire.frames import drained
 from mpgrad.wire.messages import Start, Stop
 
 __all__ = ["WorkerSupervisor"]
@@ -429,9 +428,14 @@ class WorkerSupervisor:
         """
         if worker.number in self._ending and self._ending[worker.number].death is not None:
             return
-        # After the pool's end several threads may do this.
-        items = drained(worker.backlog)
-        waiting = [item for item in items if not self._recovery.revive(item, worker, now)]
+        waiting = []
+        while worker.backlog:
+            try:
+                item = worker.backlog.popleft()
+            except IndexError:  # After the pool's end several threads may do this.
+                break
+            if not self._recovery.revive(item, worker, now):
+                waiting.append(item)
         if waiting:
             worker.backlog.put_back(waiting)
             if worker not in self.unplaced:

@@ -374,7 +374,7 @@ def run_targets(
 MUCH = 1.5  # times as long as the calls by themselves
 # slow maps in a row before the warning; a single map may be slow because the machine is busy
 MAPS = 3
-# seconds; if calls take longer on average, the machine is busy, or a function is hard to look at
+# seconds; if calls take longer on average, their number is not what makes a map slow
 CHEAP = 5e-3
 MOST_FUNCTIONS = 128
 
@@ -411,8 +411,7 @@ class CheapCalls:
         key = hash(shared.pickled)
         if key in TOLD:
             return
-        is_cheap = operation.own_seconds <= CHEAP * operation.items or shared.seconds > seconds / 4
-        if seconds <= MUCH * operation.own_seconds or not is_cheap:
+        if seconds <= MUCH * operation.own_seconds:
             self._slow.pop(key, None)
             return
         maps = self._slow.setdefault(key, [])
@@ -425,7 +424,11 @@ class CheapCalls:
         if TOLD.setdefault(key, mine) is not mine:  # another thread was faster
             return
         whole, own, looking = (1e3 * sum(each) for each in zip(*maps, strict=True))
+        what = "is too cheap for a pool"
         remedy = "use larger items, several items in one call, or a plain loop"
+        if operation.own_seconds > CHEAP * operation.items:
+            what = "gains nothing from a pool"
+            remedy = "its arguments are expensive to send, or other programs use the CPUs"
         if looking > whole / 4:
             largest = largest_part(function, shared.state) or "its captures"
             remedy = (
@@ -434,10 +437,10 @@ class CheapCalls:
             )
         report(
             logging.WARNING,
-            "%s%s is too cheap for a pool: its last %d maps took %.3g ms, and the calls alone "
-            "%.3g ms; %s",
+            "%s%s %s: its last %d maps took %.3g ms, and the calls alone %.3g ms; %s",
             shared.names.function,
             place_of(function),
+            what,
             MAPS,
             whole,
             own,

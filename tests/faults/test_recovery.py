@@ -16,6 +16,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
@@ -1163,3 +1164,21 @@ def test_a_program_that_a_call_started_and_that_outlives_its_worker(
     assert fresh_pool.map(starts, [tmp_path / "flag"]) == [True]
     assert time.monotonic() - begin < 50
     os.kill(int((tmp_path / "flag").read_text()), signal.SIGKILL)
+
+
+def test_a_second_backward_raises_even_if_its_worker_dies_of_it(fork_server: mpgrad.Pool) -> None:
+    """Symptom: it was taken for one that had freed the graph itself, and gradients doubled."""
+    w = torch.ones(3, requires_grad=True)
+    with mpgrad.Pool(1) as pool:
+        (loss,) = pool.map(lambda x: (w * x).sum(), [torch.tensor(2.0)])
+        loss.backward()
+        (worker,) = pool.stats().workers
+        os.kill(worker.pid, signal.SIGSTOP)
+        with ThreadPoolExecutor(1) as thread:
+            second = thread.submit(loss.backward)
+            while pool.stats().backwards_left == 0:
+                time.sleep(0.001)
+            os.kill(worker.pid, signal.SIGKILL)
+            with pytest.raises(RuntimeError, match="a second time"):
+                second.result(60)
+    assert w.grad is not None and w.grad.tolist() == [2.0, 2.0, 2.0]
