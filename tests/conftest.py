@@ -22,14 +22,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import tqdm
-from _pytest.assertion.rewrite import AssertionRewritingHook
 
 import mpgrad
 from mpgrad.engines import launch
@@ -242,16 +240,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen = set(once.values())
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = [item for item in items if item in chosen]
-
-
-def pytest_collection_finish() -> None:
-    """Test modules no longer lead to pytest's session, by way of the loader that rewrites their
-    asserts: what looks through the user's modules would look through 200,000 objects, in each
-    process."""
-    for module in list(sys.modules.values()):
-        spec = getattr(module, "__spec__", None)
-        if spec is not None and isinstance(spec.loader, AssertionRewritingHook):
-            spec.loader = module.__loader__ = SourceFileLoader(spec.name, str(spec.origin))
 
 
 def uses_ray(item: pytest.Item) -> bool:
