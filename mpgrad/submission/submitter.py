@@ -424,10 +424,10 @@ class CheapCalls:
         if TOLD.setdefault(key, mine) is not mine:  # another thread was faster
             return
         whole, own, looking = (1e3 * sum(each) for each in zip(*maps, strict=True))
-        what = "is too cheap for a pool"
+        what = "%s%s is too cheap for a pool: "
         remedy = "use larger items, several items in one call, or a plain loop"
         if operation.own_seconds > CHEAP * operation.items:
-            what = "gains nothing from a pool"
+            what = "%s%s gains nothing from a pool: "
             remedy = "its arguments are expensive to send, or other programs use the CPUs"
         if looking > whole / 4:
             largest = largest_part(function, shared.state) or "its captures"
@@ -437,10 +437,9 @@ class CheapCalls:
             )
         report(
             logging.WARNING,
-            "%s%s %s: its last %d maps took %.3g ms, and the calls alone %.3g ms; %s",
+            what + "its last %d maps took %.3g ms, and the calls alone %.3g ms; %s",
             shared.names.function,
             place_of(function),
-            what,
             MAPS,
             whole,
             own,

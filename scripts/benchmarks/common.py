@@ -34,7 +34,7 @@ import psutil
 # mpgrad logs once for each tiny function that it is too cheap for a pool. Such functions are
 # measured here. Older versions use other words.
 logging.getLogger("mpgrad").addFilter(
-    lambda record: not re.search("too cheap for|cost more to send", str(record.msg))
+    lambda record: not re.search("maps took|cost more to send", str(record.msg))
 )
 
 T = TypeVar("T")

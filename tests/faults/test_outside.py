@@ -48,7 +48,7 @@ faulthandler.dump_traceback_later(50, exit=True)
 import torch, mpgrad
 
 # these tiny calls are too cheap
-logging.getLogger("mpgrad").addFilter(lambda record: "too cheap for" not in str(record.msg))
+logging.getLogger("mpgrad").addFilter(lambda record: "maps took" not in str(record.msg))
 MIB = 1 << 20
 
 def works(pool):

@@ -489,7 +489,8 @@ def test_a_worker_is_lost_at_calls_that_were_taken_back() -> None:
     del worker.under_way.chunks[1]
     assert not worker.under_way.is_at_wanted
     settings: Any = types.SimpleNamespace(retries=0, timeout_retries=0)
-    recovery = Recovery({}, None, settings, Lifecycle(), lambda operation, now: None)  # type: ignore[arg-type]
+    nothing: Any = None
+    recovery = Recovery({}, nothing, settings, Lifecycle(), nothing, lambda operation, now: None)
     assert not recovery.blame(worker, -9, [worker.under_way.chunks[2]], -1, -1, 0.0)
     # it had looked at the next call, to see that this is somebody else's
     worker.under_way.chunks[2].calls.append((2, types.SimpleNamespace(index=2)))  # type: ignore[arg-type]
