@@ -1,5 +1,5 @@
 """`Admissions` keeps each operation from its start to its end, and holds calls and backwards that
-wait for others. Caller's side.
+wait for others. This module runs in the caller only.
 
     submit(g, a)    a's outcome is put into g's call when it arrives     ──► the queue
     a's backward    it takes the gradients that g's backward gives       ──► the worker of a's graph

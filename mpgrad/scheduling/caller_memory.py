@@ -1,5 +1,5 @@
 """The memory that the caller shares with its workers: its own slots, the memory it has borrowed,
-and the channels to devices. Caller's side.
+and the channels to devices. This module runs in the caller only.
 
 Tensors reach a device by slots on the device, or through the CPU's memory. Slots on a device need
 CUDA's inter-process memory, which not every machine has. It is missing on a part of a GPU, and

@@ -1,4 +1,5 @@
-"""`Canceller` ends calls that nobody wants any more, and calls that take too long. Caller's side.
+"""`Canceller` ends calls that nobody wants any more, and calls that take too long. This module runs
+in the caller only.
 
     cancel               calls that have not begun do not begin; results that arrive are dropped
     cancel with grace    as cancel, and a worker that runs such a call gets a grace period for it

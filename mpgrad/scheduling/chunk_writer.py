@@ -1,6 +1,7 @@
 """`ChunkWriter` turns chunks into messages for a worker. A chunk holds calls, backwards or a
 request for a sum. Ledgers note what the worker has then: graphs, parts of the sums of captures'
-gradients, and memory that must live until the worker has returned it. Caller's side.
+gradients, and memory that must live until the worker has returned it. This module runs in the
+caller only.
 
 A message leaves out what the worker knows. What the worker lacks goes before it:
 

@@ -1,5 +1,5 @@
 """`Deliveries` sends workers chunks of the calls and backwards that wait, together with updates.
-Caller's side.
+This module runs in the caller only.
 
     backlogs, then the queue ──► give ──► WorkerHandle.forward, backward ──► transmit ──► link
 Assumes: called by the scheduling thread.

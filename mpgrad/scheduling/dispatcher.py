@@ -1,5 +1,5 @@
 """The thread that a scheduler runs in: `Dispatcher` gives it one of its own, `InlineScheduler` uses
-the caller's. Caller's side.
+the caller's. This module runs in the caller only.
 
 multiprocessing.Pool uses three threads, blocking pipes and a lock around each pipe. A killed worker
 leaves it waiting for ever. A dispatcher has one thread, which owns all links, feeds the workers,

@@ -1,4 +1,5 @@
-"""The way of backwards from autograd's threads to the workers that keep the graphs. Caller's side.
+"""The way of backwards from autograd's threads to the workers that keep the graphs. This module
+runs in the caller only.
 
     a node's backward ──► OperationLink ──► its gradients came with the result: settled at once
                               └──► GradientSender.send ──► the worker's backlog

@@ -1,5 +1,6 @@
 """Numbers of the pickled functions that workers keep, and what was measured of their calls. Each
-function is sent to each worker once, however often it is mapped. Caller's side.
+function is sent to each worker once, however often it is mapped. This module runs in the caller
+only.
 
 Assumes: called by the scheduling thread; any thread may call `own_seconds`, `predicted` and
     `predictor_of`.

@@ -1,5 +1,5 @@
-"""The phases of a pool's life and what may be asked of it in each. `Driver` lists what the parts
-of a scheduler ask of the class that runs them. Caller's side.
+"""The phases of a pool's life and what may be asked of it in each. `Driver` lists what the parts of
+a scheduler ask of the class that runs them. This module runs in the caller only.
 
 Any thread may ask for the phase or enter one. Only the scheduling thread calls `break_off` and
 `end`. After the end there is no such thread, so `Settlement` answers a late order in the thread

@@ -1,4 +1,4 @@
-"""`Receiver` reads the workers' messages and acts on them. Caller's side.
+"""`Receiver` reads the workers' messages and acts on them. This module runs in the caller only.
 
     link ──► Receiver: each message to its part ──► Answers: outcomes of calls, backwards settled
 Guarantees: shared memory that an answer names is borrowed at once, so that it is returned even if

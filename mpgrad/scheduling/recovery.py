@@ -1,4 +1,5 @@
-"""`Recovery` gives the work that was lost with a worker to other workers. Caller's side.
+"""`Recovery` gives the work that was lost with a worker to other workers. This module runs in the
+caller only.
 
 A call can run again while the caller has its inputs, its function and its seed. They stay as long
 as the call's graph is wanted. So a lost graph is only missing. The worker that gets the graph's

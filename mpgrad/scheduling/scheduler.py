@@ -1,5 +1,5 @@
 """The scheduler decides which worker gets what and when, and what follows when a worker dies. It
-knows no thread and no selector. Caller's side.
+knows no thread and no selector. This module runs in the caller only.
 
     callers ── admit, send_gradients, release ──► inbox, backlogs ──► [the scheduling thread]
     callers ◄── Operation.outcomes, Backward.settle ◄───────────────────────────┘  ▲

@@ -1,5 +1,5 @@
 """`WorkerSupervisor` starts, replaces, retires and removes the workers of a pool, and gives their
-backlogs to other workers. Caller's side.
+backlogs to other workers. This module runs in the caller only.
 
     start_worker ──► ready ──► retiring ──► told to stop ──┐
                        └──────────────────► died: lose ────┴──► _remove_at_once

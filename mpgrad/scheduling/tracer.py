@@ -1,4 +1,5 @@
-"""`Tracer` notes the scheduler's events in a timeline that is being recorded. Caller's side.
+"""`Tracer` notes the scheduler's events in a timeline that is being recorded. This module runs in
+the caller only.
 
 The scheduler's parts look at `trace` first, once for each chunk. If it is None, they do nothing
 else.
