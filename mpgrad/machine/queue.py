@@ -145,7 +145,7 @@ class CallQueue:
     def take_back(self, workers: Collection[Any], now: float) -> bool:
         """Take back calls that have not begun, and return whether any were taken.
 
-        Costs are not known beforehand. If a worker runs a call for longer than such calls take, the
+        Costs are not known in advance. If a worker runs a call for longer than such calls take, the
         calls behind it are taken back, because the end of that call cannot be predicted. If some
         workers have run dry, calls are also taken from the worker with the most work, if they are
         worth a message. See `look_at`.

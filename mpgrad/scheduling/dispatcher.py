@@ -15,8 +15,8 @@ drives the scheduler, or a simulation, waits for the engine between the two halv
 
 No wake-up is lost. A thread that has work writes the work, then `_woken`, and then reads `_sleep`.
 The dispatcher's thread writes `_sleep`, and then reads `_woken` and the inbox. So at least one of
-them sees the other. Some work wakes nobody (`put`, `leave`): it sets `has_unheard`, and the next
-thread that waits wakes the dispatcher.
+them sees the other. Some work (`put`, `leave`) does not wake the dispatcher. It sets `has_unheard`,
+and the next thread that waits wakes the dispatcher.
 
 With engines whose calls run in the caller there is no other thread.
 Guarantees: with `InlineScheduler`, a thread that waits first does all that can be done.

@@ -518,7 +518,7 @@ class Scheduler(ABC):
             self._have(room)
 
     def keep_time(self, now: float) -> float:
-        """Do what is due, and return the moment at which to look again; infinite for never."""
+        """Do what is due, and return when to look next; infinite for never."""
         soonest = min(
             self.cancelling.keep_time(now), self.supervisor.keep_time(now), self._queue.look_at
         )

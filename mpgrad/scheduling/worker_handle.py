@@ -5,8 +5,8 @@ the caller only. The scheduler makes the decisions.
 A worker writes each call that it begins into a progress record, which the caller reads (see
 `wire.agent_messages.ProgressRecord`). Before each call it checks there whether the caller has
 skipped the chunk. If no memory is shared, a node agent reads and writes the record for the caller,
-with a delay. Then nothing of a running chunk can be taken back. Calls that were skipped in time
-come back unrun.
+with a delay. Then nothing of a running chunk can be taken back. Calls that were skipped in time are
+returned unrun.
 Guarantees: until the end, other threads only read, and append to the backlog and to the deques of
     updates.
 """
