@@ -100,7 +100,7 @@ MARK_BYTES = 64
 
 
 class DeviceTransfer:
-    """The caller's two channels to each device of its pool.
+    """Holds the caller's two channels to each device of its pool.
 
     There are two so that tensors that arrive never wait behind tensors that leave.
     """

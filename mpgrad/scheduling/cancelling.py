@@ -206,7 +206,7 @@ SOME = 100
 
 
 class Deadlines:
-    """Operations, ordered by the moment at which they must have ended.
+    """Orders operations by the moment at which they must have ended.
 
     Moments are on the clock of time.monotonic.
     """

@@ -49,7 +49,7 @@ __all__ = ["Chunk", "ChunkWriter", "LentSlots", "Written"]
 
 @dataclasses.dataclass(eq=False)
 class Chunk:
-    """The work in one message that a worker has been sent and has not answered: calls of an
+    """Holds the work in one message that a worker has been sent and has not answered: calls of an
     operation, backwards, or a request for a sum."""
 
     operation: Operation | None

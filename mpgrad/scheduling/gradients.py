@@ -185,7 +185,7 @@ HELD_GRADIENTS = 256
 
 
 class BackwardContext(NamedTuple):
-    """The modes and the environment that a backward of autograd's engine runs in."""
+    """Holds the modes and the environment that a backward of autograd's engine runs in."""
 
     graph_task: int
     modes: Modes
