@@ -1,5 +1,5 @@
 """The code that runs in a worker. It is imported as `mpgrad.workers`, a link to this folder. The
-parent never imports it, and refers to its entry points only by name. Worker's side.
+parent never imports it, and refers to its entry points only by name.
 
 Nothing here may touch the parent's objects. A worker has its end of the pipe, its own arena, and
 the memory that it has borrowed.

@@ -1,5 +1,5 @@
 """A worker warns if a task writes to a captured container, because the write goes to a copy and is
-lost. Worker's side.
+lost. This module runs in workers.
 
 PyTorch counts writes to tensors, but Python does not count writes to lists, dicts, sets and
 attributes. The objects that a container refers to can be read in C, as `ContentRecord` does. So the

@@ -1,5 +1,5 @@
 """A worker sends the prints, log records and warnings of tasks to the caller, and a crash traceback
-if it dies. Worker's side.
+if it dies. This module runs in workers.
 
 A worker process inherits its parent's descriptors, so C code prints to the same place as in the
 parent. But `sys.stdout` is not a descriptor in a notebook, in a test runner or under

@@ -1,5 +1,5 @@
 """`EarlyAnswers` sends the results of finished calls while a later call of their chunk takes long.
-Worker's side.
+This module runs in workers.
 
 Short calls go to a worker together, and their results come back together, because a message costs
 more than such a call. But the duration of a call is not known in advance. So while a call runs, a

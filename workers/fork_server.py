@@ -1,5 +1,5 @@
 """The fork server is a process that imports torch once, and then forks each worker on request in
-milliseconds. Worker's side.
+milliseconds.
 
 multiprocessing's fork server does the same. But it imports the parent's main module, so every
 script needs a guard. It listens on a named socket, and all code in a process shares it. This fork

@@ -1,5 +1,5 @@
 """A worker loads functions from bytes and captures, and keeps them until the caller forgets them.
-This module also stores the sums of captures' gradients, and finds stray leaves. Worker's side.
+This module also stores the sums of captures' gradients, and finds stray leaves. It runs in workers.
 
     Define ──► FunctionTable: FunctionPickle, for several operations; Function, for one
     backwards ──► CaptureSums: captures' gradients, added up until the caller collects them

@@ -1,5 +1,5 @@
 """The graph table contains the autograd graph of every call that ran here and whose backward may
-come. Worker's side.
+come. This module runs in workers.
 
 The outputs of a graph were sent to the caller as bytes, so the table keeps the graph's edges. The
 nodes between them are PyTorch's own. So `retain_graph` and the RuntimeError of a second backward

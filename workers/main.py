@@ -1,5 +1,5 @@
 """This module contains a worker's loop, and its entry points for each place where it can run: its
-own process, or a thread of the parent. Worker's side.
+own process, or a thread of the parent. It runs in workers.
 
     serve ──► begin ──► Worker ◄── frames
     requests   Forward, Backwards, Collect ─► Runner ─► Results, Gradients, CollectedSums

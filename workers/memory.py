@@ -1,5 +1,5 @@
 """A worker lends and borrows memory, measures the memory of its process, and detects when memory is
-short. This module also contains the worker's device. Worker's side.
+short. This module runs in workers, and also contains the worker's device.
 
     caller's slots ──► views: tensors that view them ──► no tensor views them any more
         ──► take_returns: the caller is notified

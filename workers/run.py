@@ -1,5 +1,5 @@
 """The runner runs the calls and backwards of chunks in a worker, and sends sums of gradients to the
-caller. Worker's side.
+caller.
 
     Forward ──► each call: views ──► dress ──► the function ──► result_structure
                     ──► CallRun: tensors, shapes, graph

@@ -22,7 +22,8 @@ Guarantees: every item has gates of its own, so a backward for one item leaves t
     others alone. The gradients are the worker's, and never placeholders.
 Assumes: a link that delivers (`remote_graph.GraphLink`).
 
-Caller only. Imports `torch_state` and `tracebacks`; knows no process, message or shared memory.
+This package runs in the caller only. It imports `torch_state` and `tracebacks`, and knows nothing
+of processes, messages or shared memory.
 
     remote_graph   the handle of a kept graph; one backward of it, from its node to the gates; the
                    way to the workers and the sums of captures' gradients, which the graphs of an

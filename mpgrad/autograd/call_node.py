@@ -1,5 +1,5 @@
 """The node of one call. Its backward sends the outputs' gradients to the worker and does not wait.
-Caller only.
+This module runs in the caller only.
 
     attach: outputs ──► Call ──► gates of inputs, token of captures
     Call.backward ──► a `Backward` ──► differentiate: out of wrappers ──► owner.link.send

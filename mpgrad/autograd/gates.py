@@ -1,5 +1,5 @@
-"""The nodes where tensors enter an operation. Their backward waits for gradients from workers.
-Caller only.
+"""The nodes where tensors enter an operation. Their backward waits for gradients from workers. This
+module runs in the caller only.
 
     an input ──► Gate, or one LeafGate for all inputs of a bundle
     all captures ──► one CaptureGate, which runs last, when the sums are complete

@@ -1,5 +1,5 @@
 """The caller's handle of a graph that a worker keeps, and the backwards of this graph, from the
-node that makes one to the gates. Caller only.
+node that makes one to the gates. This module runs in the caller only.
 
     Call.backward ──► Backward ──► link.send ──► a worker ──► settle
                           └──► ExpectedGradients ─┬─► gates of inputs: take

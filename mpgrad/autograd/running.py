@@ -1,5 +1,5 @@
 """The running backwards of PyTorch's engine, and what is done when one ends, fails or is
-interrupted. Caller only."""
+interrupted. This module runs in the caller only."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The outcome of a backward: the gradients that a worker has sent, or an exception, which is made
-anew for each thread that asks. Caller only; any of its threads."""
+anew for each thread that asks. This module runs in any thread of the caller."""
 
 from __future__ import annotations
 

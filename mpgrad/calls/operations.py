@@ -1,5 +1,5 @@
-"""An operation: one `map`, `submit` or `reduce`, from packed calls to results with gradients.
-Caller only.
+"""An operation: one `map`, `submit` or `reduce`, from packed calls to results with gradients. This
+module runs in the caller only.
 
     caller's thread: pack ──► scheduling thread: queue, send, receive, `deliver`
         ──► caller's thread: `value`

@@ -1,4 +1,4 @@
-"""What one worker has been given: graphs, and sums of captures' gradients.
+"""Ledgers note what one worker has been given: graphs, and sums of captures' gradients.
 
 The states of a graph, and the events that change them most often (`AFTER` is the whole table):
 
@@ -10,7 +10,7 @@ The states of a graph, and the events that change them most often (`AFTER` is th
                          cancel: CONSUMED ──► LOST
     rebuild: before a backward of a graph that is LOST or CONSUMED ──► ALIVE
     move: the worker is gone, and another one takes its place ──► LOST there, or CONSUMED
-FREED means that another backward is the user's mistake, and the worker says so. CONSUMED means the
+FREED means that another backward is the user's mistake, and the worker raises. CONSUMED means the
 same for a graph of which nothing is left: it is rebuilt and used up once more, so that PyTorch
 itself decides what another backward does. `free`, `last` and `rebuild` happen when the message is
 written. The other events come with an answer, a death or a release.
@@ -55,13 +55,13 @@ TO_BE_MADE = {LOST, CONSUMED}
 KEEP = "keep"
 # A backward is sent that does not keep the graph.
 FREE = "free"
-# A backward is sent of which nothing is left.
+# A backward is sent that leaves nothing of the graph.
 LAST = "last"
-# The last backward has failed or did not begin, so the rest of the graph is still there.
+# The last backward has failed or did not begin, so the rest of the graph still exists.
 FAIL = "fail"
 # The last backward has run; an earlier one may have failed.
 RUN = "run"
-# The last backward was cancelled. Nobody knows how far it came, so another one starts anew.
+# The last backward was cancelled. It is unknown how far it came, so another one starts anew.
 CANCEL = "cancel"
 # The worker has dropped the graph, or lacks the graph that a backward needs. The caller may have
 # released it since.
@@ -75,7 +75,7 @@ REBUILD_AGAIN = "rebuild again"
 # The graph's worker is gone. The state in its ledger gives the state in its successor's.
 MOVE = "move"
 
-# by event, then by state; None: the ledger does not know the graph. Other states stay.
+# by event, then by state; None if the ledger does not know the graph. Other states stay.
 AFTER: dict[str, dict[str | None, str]] = {
     KEEP: dict.fromkeys((None, ALIVE, FREED, LOST, CONSUMED), ALIVE),
     FREE: {ALIVE: FREED},
@@ -92,7 +92,7 @@ AFTER: dict[str, dict[str | None, str]] = {
 
 
 class GraphLedger:
-    """The states of one worker's graphs, by call."""
+    """Holds the states of one worker's graphs, by call."""
 
     def __init__(self) -> None:
         self.states: dict[int, str] = {}
@@ -116,7 +116,7 @@ class GraphLedger:
     def needs_worker(self, is_last: bool) -> bool:
         """Whether the worker has to stay for the sake of a graph.
 
-        `is_last` says that no other worker could rebuild a lost graph.
+        `is_last` means that no other worker could rebuild a lost graph.
         """
         done_with = {CONSUMED} if is_last else TO_BE_MADE
         return any(state not in done_with for state in self.states.values())
@@ -131,7 +131,7 @@ class GraphLedger:
     def rebuild(self, call: int, again: bool) -> str | None:
         """Return the state of a graph that must be rebuilt before a backward, and note it as ALIVE.
 
-        Return None if the graph need not be rebuilt. `again` says that the backward was sent
+        Return None if the graph need not be rebuilt. `again` means that the backward was sent
         before, so it may have freed the graph itself.
         """
         before = self.states.get(call)
@@ -144,23 +144,23 @@ class GraphLedger:
 
 
 class SumLedger:
-    """The sums of captures' gradients that a worker holds.
+    """Notes the sums of captures' gradients that a worker holds.
 
-    They are found by function, then by backward and levels. For eager backwards, the backward is
-    None. A worker holds a sum until it is collected, or until the caller has the worker forget the
-    sum or its function.
+    The keys are functions, then backwards and levels. For eager backwards, the backward is None. A
+    worker holds a sum until it is collected, or until the caller has the worker forget the sum or
+    its function.
     """
 
     def __init__(self) -> None:
         self._sums: dict[int, dict[tuple[int | None, Hashable], None]] = {}
-        # sums that the worker is told to forget with the next message
+        # sums that the next message has the worker forget
         self.forgotten: list[Any] = []
 
     def __len__(self) -> int:
         return len(self._sums)
 
     def are_before(self, graph_task: int) -> bool:
-        """Whether all sums come from earlier backwards than this one."""
+        """Whether all sums come from backwards before this one."""
         return all(
             each is not None and each < graph_task
             for sums in self._sums.values()

@@ -27,7 +27,7 @@ from mpgrad.machine.story import GIVEN_BACK, SENT
 
 __all__ = ["Backlog", "CallQueue"]
 
-# seconds; to wait behind another call of this length takes longer than to be sent
+# seconds; waiting behind a call of this length takes longer than being sent
 LONG_CALL = 50e-3
 # If one of the last calls takes longer than this many shortest chunks, it waits for an idle worker.
 LAST_AHEAD = 5
@@ -42,7 +42,7 @@ LAST_UNLIKE = 4
 
 
 class CallQueue:
-    """The operations that have calls, in the order in which workers get them."""
+    """Holds the operations that have calls, in the order in which workers get them."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class CallQueue:
         return bool(self.operations) and any(operation.queue for operation in self.operations)
 
     def join(self, operation: Any, calls: Sequence[Any], first: bool = False) -> None:
-        """Put calls that can run behind the operation's other calls."""
+        """Put runnable calls behind the operation's other calls."""
         operation.queue.extend(calls)
         if operation.queue:
             operation.unsorted = operation.options.at_rest and operation.sealed
@@ -101,7 +101,7 @@ class CallQueue:
         why: str = GIVEN_BACK,
         worker: int = 0,
     ) -> int:
-        """Put calls that a worker was given in front, and return how many are still wanted.
+        """Put a worker's calls back in front, and return how many are still needed.
 
         `why` is for their story.
         """
@@ -145,7 +145,7 @@ class CallQueue:
     def take_back(self, workers: Collection[Any], now: float) -> bool:
         """Take back calls that have not begun, and return whether any were taken.
 
-        Costs are not known beforehand. If a worker runs a call for longer than such calls take, the
+        Costs are not known in advance. If a worker runs a call for longer than such calls take, the
         calls behind it are taken back, because the end of that call cannot be predicted. If some
         workers have run dry, calls are also taken from the worker with the most work, if they are
         worth a message. See `look_at`.
@@ -328,10 +328,10 @@ class CallQueue:
 
 
 class Backlog(deque[Any]):
-    """The backwards, and the requests for sums, that wait for one worker."""
+    """Holds the backwards, and the requests for sums, that wait for one worker."""
 
     def put_back(self, items: Sequence[Any]) -> None:
-        """Put items in front that the worker, or another one, was given."""
+        """Put items that this or another worker was given in front."""
         self.extendleft(reversed(items))
 
     def take_alike(self) -> Iterator[Any]:

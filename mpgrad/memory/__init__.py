@@ -1,4 +1,4 @@
-"""Shared memory: slots in slabs, which processes lend and return. Both sides.
+"""Shared memory: slots in slabs, which processes lend and return. Both sides use this package.
 
 The package imports `torch_state`, `errors` and `system`. The owner of a slot writes it before
 lending it, and reuses it only after all borrowers have returned it.

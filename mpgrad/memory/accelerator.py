@@ -1,5 +1,5 @@
 """Devices other than the CPU. This module numbers them, shares their memory between processes, and
-decides which process waits for another's work. Both sides.
+decides which process waits for another's work. Both sides use this module.
 
 PyTorch sends one IPC handle for each tensor, and counts handles in a file of /dev/shm that is left
 behind when a process is killed. Here a slab of the device's memory is sent once. After that a

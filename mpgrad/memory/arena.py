@@ -1,5 +1,5 @@
 """Each process has an arena of shared memory: slabs, which are cut into slots. Other processes
-borrow slots and return them. Both sides.
+borrow slots and return them. Both sides use this module.
 
 torch.multiprocessing sends one file descriptor for each tensor, which costs about 1,000 us whatever
 the size. Here a slab is sent once. After that a tensor is sent as an address, which takes a

@@ -1,5 +1,5 @@
 """A worker has one copy of each class, but each operation sees the attributes that the class had in
-the caller when the operation began. Worker's side.
+the caller when the operation began. This module runs in workers.
 
     operation 1  loaded: rate = 1                          runs again: takes the class, rate = 1
     operation 2                  loaded: takes the class,

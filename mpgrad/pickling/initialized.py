@@ -1,5 +1,5 @@
 """A worker keeps the values that an initializer sets, even if functions that arrive later bring
-other values. Both sides.
+other values. Both sides use this module.
 
 Programs that use multiprocessing set a global in the initializer and read it in their tasks. The
 caller does not have this global, or has another value.

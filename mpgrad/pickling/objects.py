@@ -1,5 +1,5 @@
-"""Objects of the user's classes are rebuilt from their parts if pickle would change them.
-Both sides.
+"""Objects of the user's classes are rebuilt from their parts if pickle would change them. Both
+sides use this module.
 
 Pickle looks up methods on the object, so a `__getattr__` of its class may answer. It uses an
 unfinished object as a key, before the attributes that `__hash__` needs are set. It copies the

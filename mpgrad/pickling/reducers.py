@@ -1,4 +1,5 @@
-"""Reducers pickle objects that pickle and cloudpickle refuse or would change. Both sides.
+"""Reducers pickle objects that pickle and cloudpickle refuse or would change. Both sides use this
+module.
 
 A forked process has a copy of everything that its parent had. So a script may keep anything in its
 globals and objects. Objects that make sense in another process are rebuilt there: caches, dispatch

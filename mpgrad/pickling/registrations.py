@@ -1,4 +1,5 @@
-"""A user's class is sent with its registrations in Python, PyTorch and other packages. Both sides.
+"""A user's class is sent with its registrations in Python, PyTorch and other packages. Both sides
+use this module.
 
     caller   registered_for(kind) ──► the class's state ──► register(kind, found)   worker
 Libraries keep registrations in their own tables. A worker that imports a library does not get

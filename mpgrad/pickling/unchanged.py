@@ -1,4 +1,5 @@
-"""An unchanged function is not pickled again, and not loaded again in a worker. Both sides.
+"""An unchanged function is not pickled again, and not loaded again in a worker. Both sides use this
+module.
 
 A `ContentRecord` checks whether the objects of a pickle have changed.
 

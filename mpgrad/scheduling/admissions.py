@@ -1,5 +1,5 @@
 """`Admissions` keeps each operation from its start to its end, and holds calls and backwards that
-wait for others. Caller's side.
+wait for others. This module runs in the caller only.
 
     submit(g, a)    a's outcome is put into g's call when it arrives     ──► the queue
     a's backward    it takes the gradients that g's backward gives       ──► the worker of a's graph
@@ -80,7 +80,7 @@ class Admissions:
         self._queue.join(operation, ready)
 
     def cancel_rest(self, operation: Operation) -> None:
-        """Drop the calls after the first that failed, because nobody wants them."""
+        """Drop the calls after the first that failed, because they are not needed."""
         for worker in self._deliveries.workers.values():
             worker.under_way.cancel(operation)
         self._queue.tidy()
@@ -104,7 +104,7 @@ class Admissions:
                 )
                 return
             if isinstance(dependency.outcome, FailedResult):
-                self._uncollected.collected(dependency.outcome)  # it is this operation's now
+                self._uncollected.collected(dependency.outcome)  # this operation raises it
                 operation.deliver(
                     call.index,
                     FailedResult.because_of(dependency.outcome, operation.names.words(call.item)),
@@ -115,7 +115,7 @@ class Admissions:
         request = operation.options.request
         for dependency, outcome in zip(call.dependencies, outcomes, strict=True):
             put_in(call, outcome, self._packer if request is not None and request.staged else None)
-            # The warnings move here, because perhaps nobody ever asks for the value itself.
+            # The warnings move here, because the value itself may never be requested.
             operation.warned.extend(taken(dependency.source.warned))
         if request is not None:
             try:
@@ -128,7 +128,7 @@ class Admissions:
         self._queue.join(operation, [call], first=True)
         giver = outcomes[-1].worker
         if giver.ready and giver.gone is None and not giver.under_way:
-            # The worker that has a part of the input goes on with the call.
+            # The worker that has a part of the input runs the call next.
             self._deliveries.give(giver, now)
 
     def look_at_backward(self, backward: Backward, now: float) -> None:

@@ -1,12 +1,12 @@
 """The memory that the caller shares with its workers: its own slots, the memory it has borrowed,
-and the channels to devices. Caller's side.
+and the channels to devices. This module runs in the caller only.
 
 Tensors reach a device by slots on the device, or through the CPU's memory. Slots on a device need
 CUDA's inter-process memory, which not every machine has. It is missing on a part of a GPU, and
-between some containers. So mpgrad does not ask what the machine is, but tries it. Each worker, as
-it starts, reads a slot of the caller, and offers one of its own to be read. Until all workers have
-succeeded, tensors are staged: they go through the CPU's memory, and the process that receives them
-puts them on their device.
+between some containers. So mpgrad tries whether it works. Each worker, as it starts, reads a slot
+of the caller, and offers one of its own to be read. Until all workers have succeeded, tensors are
+staged: they go through the CPU's memory, and the process that receives them puts them on their
+device.
 
     offer: the caller's slot, SlotTrial ──► the worker reads it
         ──► TrialOutcome, with a slot of its own ──► tried: DirectTransfer
@@ -39,7 +39,7 @@ __all__ = [
 
 
 class CallerMemory:
-    """Holds the caller's arena, the slabs of others, and two packers.
+    """Holds the caller's arena, other processes' slabs, and two packers.
 
     `packer` sends former results from where they are stored, for callers who wait.
     `copying_packer` copies everything.
@@ -48,8 +48,8 @@ class CallerMemory:
     def __init__(self, settings: Settings, nudge: Callable[[], None]) -> None:
         """Make the arena, the packers and, if the pool has devices, the channels to them.
 
-        `nudge` is called when a borrowed object is deleted: its owner may be told with the next
-        message. Finalizers call it.
+        Finalizers call `nudge` when a borrowed object is deleted, so that a message can notify its
+        owner.
         """
         self.arena = Arena(0)
         self.foreign_slabs = ForeignSlabs(nudge)
@@ -64,7 +64,7 @@ class CallerMemory:
             self.foreign_slabs.find,
             settings.recoverable,
             self.device_transfer,
-            # Agents on other machines have copies of slots, and are not told that one comes again.
+            # Agents on other machines copy slots, and do not learn that a slot is sent again.
             kept_slots=None if settings.remote else self._kept_slots,
         )
         self.copying_packer = Packer(self.arena, None, settings.recoverable, self.device_transfer)
@@ -100,7 +100,7 @@ MARK_BYTES = 64
 
 
 class DeviceTransfer:
-    """The caller's two channels to each device of its pool.
+    """Holds the caller's two channels to each device of its pool.
 
     There are two so that tensors that arrive never wait behind tensors that leave.
     """
@@ -155,7 +155,7 @@ class DeviceTransfer:
 
     def offer(self, code: int) -> tuple[Slot, SlotTrial] | None:
         """Make a slot for a new worker to read; return None if there cannot be one."""
-        # On this channel nothing has to be waited for.
+        # This channel has nothing to wait for.
         channel = self._arrivals[code]
         mark = secrets.token_bytes(MARK_BYTES)
         try:
@@ -188,7 +188,7 @@ class DeviceTransfer:
                 refusal = (
                     ""
                     if bytes(found.tolist()) == back.mark
-                    else "other bytes came back than the worker wrote"
+                    else "the bytes that were read differ from those that the worker wrote"
                 )
             except (OSError, RuntimeError, MemoryError) as error:
                 refusal = str(error)
@@ -207,7 +207,7 @@ class DeviceTransfer:
             report(
                 logging.WARNING,
                 "tensors go to and from workers on %s through the CPU's memory: processes cannot "
-                "share that device's (%s)",
+                "share that device's memory (%s)",
                 name_of(code),
                 reason,
             )
@@ -227,14 +227,14 @@ class DeviceTransfer:
             message.number,
             functools.partial(channel.open, message.number, message.nbytes, message.handle),
         )
-        # Before that the slab is only being tried.
+        # Until then the slab is part of the trial.
         if worker.direct:
             foreign_slabs.slab(message.number)
 
     def tidy(self) -> None:
         for arena in self._arenas:
             arena.tidy()
-            # A worker is told of a slab when it is first lent something there.
+            # A worker learns of a slab when it is first lent memory there.
             arena.made.clear()
 
     def close(self) -> None:

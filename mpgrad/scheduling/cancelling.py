@@ -1,4 +1,5 @@
-"""`Canceller` ends calls that nobody wants any more, and calls that take too long. Caller's side.
+"""`Canceller` ends calls that are not needed any more, and calls that take too long. This module
+runs in the caller only.
 
     cancel               calls that have not begun do not begin; results that arrive are dropped
     cancel with grace    as cancel, and a worker that runs such a call gets a grace period for it
@@ -42,7 +43,7 @@ TRACEBACK_PATIENCE = 0.5
 
 
 class Canceller:
-    """Cancels and kills what callers and the clock ask for, as in the table above."""
+    """Cancels or kills calls for callers and for the clock, as in the table above."""
 
     def __init__(
         self,
@@ -77,7 +78,7 @@ class Canceller:
         self._driver.tell_waiters()
 
     def cancel_queued(self, operation: Operation) -> None:
-        """Give the calls that no worker has been given a `CancelledError`."""
+        """Give a `CancelledError` to the calls that no worker has been given."""
         for call in self._queue.take_all(operation):
             operation.deliver(call.index, CancelledError())
         self._admissions.cancel_rest(operation)
@@ -107,7 +108,7 @@ class Canceller:
         for operation in list(self._admissions.unfinished):
             operation.sealed = True
             operation.fail(CancelledError())
-            operation.limit = 0  # also of one that goes on after a failure
+            operation.limit = 0  # even if it goes on after a failure
             self._admissions.cancel_rest(operation)
         for worker in self._workers.values():
             worker.under_way.cancel_with_grace(None, now)
@@ -148,7 +149,7 @@ class Canceller:
         if worker.termination is not None:
             self._supervisor.kill(worker, now, blames=True)
             return
-        # This thread may have been late, and the worker in time.
+        # The worker may have been in time, while this thread was late.
         self._drain(worker, now)
         if worker.gone is None and overdue_at(worker, now) <= now:
             first = worker.under_way.first
@@ -165,11 +166,11 @@ class Canceller:
         if under_way.skip_unbegun(now):
             under_way.grace_ends = now + SEEN
             return
-        # This thread may have been late, and the worker in time.
+        # The worker may have been in time, while this thread was late.
         self._drain(worker, now)
         if worker.gone is not None or under_way.grace_ends > now:
             return
-        # Nobody knows when it would come to these calls.
+        # It is unknown when the worker would come to these calls.
         for operation, calls in under_way.take_back(now):
             self._queue.put_back(operation, calls, now)
         if not self._can_kill:
@@ -180,7 +181,7 @@ class Canceller:
         elif self._recoverable or not worker.has_others:
             self._supervisor.kill(worker, now)
         else:
-            # Other callers want something of this worker that no worker could make again.
+            # Other callers need something of this worker that no worker could rebuild.
             under_way.grace_ends = math.inf
             if under_way.has_for_others:
                 # Its node agent may not have reported yet that these calls are skipped.
@@ -200,19 +201,19 @@ class Canceller:
 # --- the clock
 
 
-# entries of operations that are gone, which may stay in the heap
+# the heap may keep this many entries of operations that are gone
 SOME = 100
 
 
 class Deadlines:
-    """Operations, ordered by the moment at which they must have ended.
+    """Orders operations by the moment at which they must have ended.
 
     Moments are on the clock of time.monotonic.
     """
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, weakref.ref[Operation]]] = []
-        # With more entries than this, those of operations that are gone are left out.
+        # If there are more entries than this, those of operations that are gone are removed.
         self._most = SOME
         # If two moments are equal, heaps compare the next field.
         self._numbers = itertools.count()

@@ -1,14 +1,15 @@
 """`ChunkWriter` turns chunks into messages for a worker. A chunk holds calls, backwards or a
-request for a sum. Ledgers note what the worker has then: graphs, parts of the sums of captures'
-gradients, and memory that must live until the worker has returned it. Caller's side.
+request for a sum. Ledgers note what the worker then has: graphs, parts of the sums of captures'
+gradients, and memory that must live until the worker has returned it. This module runs in the
+caller only.
 
-A message leaves out what the worker knows. What the worker lacks goes before it:
+A message omits what the worker already has. Whatever the worker lacks is sent before it:
 
     calls ──► [Define,] Forward
     backwards ──► [Define,] Backwards([Recompute, [RecomputeBackward ...,]] BackwardCall ...)
 
-Assumes: called by the scheduling thread; any thread may look into `functions`, and ask how many
-    graphs there are. The messages that were written are sent, in this order, or the worker is gone.
+Assumes: called by the scheduling thread; any thread may look into `functions`, and count the
+    graphs. Messages are sent in the order in which they were written, or the worker is gone.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ __all__ = ["Chunk", "ChunkWriter", "LentSlots", "Written"]
 
 @dataclasses.dataclass(eq=False)
 class Chunk:
-    """The work in one message that a worker has been sent and has not answered: calls of an
+    """Holds the work in one message that a worker has been sent and has not answered: calls of an
     operation, backwards, or a request for a sum."""
 
     operation: Operation | None
@@ -58,23 +59,23 @@ class Chunk:
     request: SumRequest | None
     # seconds for each call
     timeout: float | None
-    # how many calls or backwards of the message were answered early; they are not here any more
+    # how many calls or backwards of the message were answered early, and so are not listed here
     answered: int = 0
 
     def note_answered(self, count: int) -> None:
-        """Let go of the first calls or backwards, because they are answered."""
+        """Drop the first calls or backwards, because they are answered."""
         self.answered += count
         del self.calls[:count], self.backwards[:count]
 
     def fail_backwards(self, make: Callable[[], BaseException]) -> None:
-        """Settle the chunk's backwards and its request with the exception that `make` gives."""
+        """Settle the chunk's backwards and its request with the exception that `make` makes."""
         for backward in self.backwards:
             backward.settle(make)
         if self.request is not None:
             self.request.settle(make)
 
     def wanted(self) -> list[bool]:
-        """Return for each call or backward whether anybody waits for it."""
+        """Return for each call or backward whether it is still needed."""
         if self.operation is not None:
             return [call.index < self.operation.limit for _, call in self.calls]
         requests = [] if self.request is None else [self.request]
@@ -94,7 +95,7 @@ class ChunkWriter:
         self._lent_slots = lent_slots
         self.functions: set[int] = set()
         self.codes: set[int] = set()
-        # the environment that the worker was told last; it began with that of the pool's beginning
+        # the environment that the worker was last sent; before, it has that of the pool's beginning
         self._environment = b""
         # states of the user's modules that the worker has, by number
         self._states: RecentValues[bool] = RecentValues()
@@ -157,8 +158,8 @@ class ChunkWriter:
         return messages, payload, Chunk(None, [], sent, None, first.owner.timeout)
 
     def _note_sent(self, backward: Backward) -> None:
-        """Note what a backward leaves of its graph, and of all that this derives from: they share
-        nodes."""
+        """Note what a backward leaves of its graph, and of all graphs that this one derives from.
+        They share nodes."""
         if backward.is_last:
             self._graphs.handle(backward.call, LAST)
             return
@@ -248,7 +249,7 @@ class ChunkWriter:
     ) -> list[Recompute | RecomputeBackward]:
         """Return the steps that rebuild `graph`, if the worker lacks it.
 
-        With `again` a freed graph is rebuilt, too, because the freeing does not count.
+        With `again` even a freed graph is rebuilt, because the freeing does not count.
         `environment` is that of the chunk.
         """
         lineage = graph.lineage
@@ -304,17 +305,17 @@ class ChunkWriter:
 
 
 class LentSlots:
-    """The slots that one worker has been lent.
+    """Holds the slots that one worker has been lent.
 
-    The worker returns an address as often as it was sent. So an address that is on its way again
-    stays lent.
+    The worker returns an address as often as it was sent. So an address that was sent again stays
+    lent.
     """
 
     def __init__(self, link: Link) -> None:
         self._link = link
         # address -> the memory that has to live, and how often it was sent
         self._lent: dict[int, tuple[Slot | BorrowedMemory, int]] = {}
-        # slabs that the worker knows, or is told of with the next message
+        # slabs that the worker knows, or will know with the next message
         self._slabs: set[int] = set()
         self._new_slabs: list[Any] = []
         self.gone_slabs: deque[int] = deque()
@@ -336,7 +337,7 @@ class LentSlots:
         holder, sent = self._lent.pop(address)
         if not self._link.shares_memory:
             self._link.drop(holder, times)
-        if sent > times:  # it is on its way there once more
+        if sent > times:  # it was sent there once more
             self._lent[address] = holder, sent - times
 
     def have_any_of(self, slab: int) -> bool:
@@ -345,12 +346,12 @@ class LentSlots:
     def tell_again(self, slab: int) -> None:
         """Note that the worker does not know the slab after all.
 
-        The worker is told of the slab when it is next lent something there.
+        The worker learns of the slab when it is next lent memory there.
         """
         self._slabs.discard(slab)
 
     def unmap(self, slab: int) -> None:
-        """Note that the slab is gone, so that the worker is told."""
+        """Note that the slab is gone, so that the worker is notified."""
         if slab in self._slabs:
             self._slabs.discard(slab)
             self.gone_slabs.append(slab)
@@ -360,7 +361,7 @@ class LentSlots:
         return new
 
     def end(self) -> None:
-        """Let go of all slots, because the worker is gone and reads none of them any more."""
+        """Drop all slots, because the worker is gone and reads none of them any more."""
         if not self._link.shares_memory:
             for holder, times in self._lent.values():
                 self._link.drop(holder, times)

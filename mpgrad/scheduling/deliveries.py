@@ -1,5 +1,5 @@
 """`Deliveries` sends workers chunks of the calls and backwards that wait, together with updates.
-Caller's side.
+This module runs in the caller only.
 
     backlogs, then the queue ──► give ──► WorkerHandle.forward, backward ──► transmit ──► link
 Assumes: called by the scheduling thread.
@@ -51,8 +51,8 @@ class Deliveries:
         """Give every worker a chunk before any gets its second. Return the retiring workers that
         have nothing to do.
 
-        A second chunk has to wait for the first, perhaps for long, while another worker starts or
-        becomes idle. So a second chunk is given only if it is known to be short.
+        A second chunk has to wait for the first, perhaps for a long time, while another worker
+        starts or becomes idle. So a second chunk is given only if it is known to be short.
         """
         self._give_all(now)
         if self._queue.take_back(self.workers.values(), now):
@@ -74,14 +74,14 @@ class Deliveries:
                     self.give(worker, now)
 
     def give(self, worker: WorkerHandle, now: float) -> None:
-        """Send `worker` a chunk. Backwards go first, because somebody waits for them."""
+        """Send `worker` a chunk. Backwards go first, because callers wait for them."""
         if worker.backlog:
             number = next(self._chunk_numbers)
             messages, payload = worker.backward(number, now)
             self.recomputed += sum(map(recomputed_by, messages))
             self._transmit_chunk(worker, number, now, messages, payload)
             return
-        # A running call in its grace period ends soon, or the worker is killed; nobody knows which.
+        # A running call in its grace period either ends soon, or its worker is killed.
         if worker.retiring or worker.under_way.in_grace:
             return
         share = self._queue.next_for(worker, now)
@@ -105,7 +105,7 @@ class Deliveries:
         self.transmit(worker, messages, now, payload)
 
     def record(self, worker: WorkerHandle, now: float) -> None:
-        """Have the worker report what it does from now on, for a timeline."""
+        """Have the worker report for a timeline what it does from now on."""
         self.tracer.know(worker)
         self.transmit(worker, [Record(True)], now)
 
@@ -123,7 +123,7 @@ class Deliveries:
         self.collect_returns()
         if self._memory.arena.dropped:
             self.unmap(drained(self._memory.arena.dropped))
-        # A worker is told of a slab when it is first lent something there.
+        # A worker learns of a slab when it is first lent memory there.
         self._memory.arena.made.clear()
         try:
             worker.transmit(messages, payload or Payload(), now)
@@ -148,12 +148,12 @@ class Deliveries:
                 worker.missing_slabs.append(number)
 
     def has_updates(self) -> bool:
-        """Whether there is anything to tell the workers, apart from work."""
+        """Whether updates wait for the workers."""
         self.collect_returns()
         return any(map(HAS_UPDATES, self.workers.values()))
 
     def send_updates(self, quiet_for: float, now: float) -> None:
-        """Send waiting updates to the workers that have been sent nothing for so many seconds."""
+        """Send waiting updates to workers that have been sent nothing for `quiet_for` seconds."""
         for worker in self.workers.values():
             if worker.has_updates and worker.ready and now - worker.sent_at >= quiet_for:
                 self.transmit(worker, [], now)

@@ -1,8 +1,8 @@
-"""The thread that a scheduler runs in: `Dispatcher` gives it one of its own, `InlineScheduler` uses
-the caller's. Caller's side.
+"""`Dispatcher` runs a scheduler in a thread of its own, and `InlineScheduler` in the caller's
+thread. This module runs in the caller only.
 
 multiprocessing.Pool uses three threads, blocking pipes and a lock around each pipe. A killed worker
-leaves it waiting for ever. A dispatcher has one thread, which owns all links, feeds the workers,
+leaves it waiting forever. A dispatcher has one thread, which owns all links, feeds the workers,
 receives their answers, and notices when a worker dies. This thread makes every decision. Python
 raises KeyboardInterrupt in the main thread, so an interrupt never cuts a message in half. User code
 that could block the thread (callbacks, log handlers and streams) runs in another thread
@@ -10,14 +10,13 @@ that could block the thread (callbacks, log handlers and streams) runs in anothe
 
     a turn: fall_asleep: work ──► feed ──► keep_time ──► [engine.wait] ──► wake_up: serve each link
 
-The clock is read here, and by the tracer. Parts are told what time it is. Whoever
-waits for the engine between the two halves of a turn drives the scheduler: its thread, or a
-simulation.
+This module and the tracer read the clock. Other parts get the time as an argument. The thread that
+drives the scheduler, or a simulation, waits for the engine between the two halves of a turn.
 
 No wake-up is lost. A thread that has work writes the work, then `_woken`, and then reads `_sleep`.
 The dispatcher's thread writes `_sleep`, and then reads `_woken` and the inbox. So at least one of
-them sees the other. Some work wakes nobody (`put`, `leave`): it sets `has_unheard`, and the next
-thread that waits wakes the dispatcher.
+them sees the other. Some work (`put`, `leave`) does not wake the dispatcher. It sets `has_unheard`,
+and the next thread that waits wakes the dispatcher.
 
 With engines whose calls run in the caller there is no other thread.
 Guarantees: with `InlineScheduler`, a thread that waits first does all that can be done.
@@ -50,11 +49,11 @@ __all__ = [
     "scheduler_for",
 ]
 
-# seconds until the clock is looked at again; the system allows at most 2**31 ms
+# seconds until the clock is read again; the system allows at most 2**31 ms
 LONGEST_SLEEP = 86_400.0
 # seconds for which updates are collected before they are sent without another message
 UPDATE_PATIENCE = 0.05
-# so many transitions of the last operation are in the note of an internal error
+# the note of an internal error shows this many transitions of the last operation
 LATEST = 20
 LONGEST_TURN = 0.01  # seconds that a caller lets the dispatcher have, at most
 
@@ -65,7 +64,7 @@ class Waiter(NamedTuple):
 
 
 class Dispatcher(Scheduler):
-    """A scheduler in a thread of its own."""
+    """Runs a scheduler in a thread of its own."""
 
     def __init__(
         self, settings: Settings, engine: Engine, clock: Callable[[], float] = time.monotonic
@@ -99,7 +98,7 @@ class Dispatcher(Scheduler):
 
     def terminate_without_waiting(self) -> None:
         super().terminate_without_waiting()
-        # If the thread has not begun, nobody else will end the pool.
+        # If the thread has not begun, the pool must be ended here.
         if self.life.is_ours and self._begun.acquire(blocking=False):
             self._end_all()
 
@@ -142,7 +141,7 @@ class Dispatcher(Scheduler):
         return is_satisfied
 
     def _wait_and_tick(self, satisfied: Callable[[], bool], timeout: float | None) -> bool:
-        """Wait, and show the progress that this thread attends."""
+        """Wait, and do this thread's periodic jobs, which show progress."""
         if not self.callbacks.watched:
             return self._wait(satisfied, timeout)
         end = math.inf if timeout is None else self.clock() + timeout
@@ -237,7 +236,7 @@ class Dispatcher(Scheduler):
             self.tell_waiters()
 
     def fall_asleep(self) -> float | None:
-        """Do all work that there is, and return for how many seconds the thread may sleep.
+        """Do all work, and return for how many seconds the thread may sleep.
 
         Return None if it may sleep until it is woken.
         """
@@ -267,7 +266,7 @@ class Dispatcher(Scheduler):
             if (worker := self.workers.get(link.number)) is not None:
                 self.receiver.serve(worker, self.clock())
                 self.tell_waiters()
-            # A link without an exit was lost in this moment.
+            # A link without an exit was lost at this moment.
             elif link.exit is not None:
                 self.supervisor.remove(link.number, self.clock())
 
@@ -278,7 +277,7 @@ class Dispatcher(Scheduler):
         """
         if self.deliveries.has_updates():
             self.deliveries.send_updates(quiet_for=UPDATE_PATIENCE, now=now)
-        # This is set before the look, so that an update that comes after it wakes this thread.
+        # This is set before the check, so that an update that comes after it wakes this thread.
         self._sleeping_soundly = True
         self._sleeping_soundly = not self.deliveries.has_updates()
         self._updates_due = math.inf if self._sleeping_soundly else now + UPDATE_PATIENCE
@@ -298,7 +297,7 @@ class Dispatcher(Scheduler):
 
 
 class InlineScheduler(Scheduler):
-    """A scheduler that runs in the thread that asks it for something."""
+    """Runs a scheduler in the thread that makes a request."""
 
     def __init__(self, settings: Settings, engine: Engine) -> None:
         super().__init__(settings._replace(workers=1, calls=None), engine, time.monotonic)
@@ -326,7 +325,7 @@ class InlineScheduler(Scheduler):
                     return True
             except BaseException as error:
                 # The worker's modes end now, if the interrupt came just before their end. Later
-                # they would set back what the caller has set meanwhile.
+                # they would undo what the caller has set since.
                 traceback.clear_frames(error.__traceback__)
                 interrupted = (
                     "an inline pool was interrupted in the middle of its own work "

@@ -1,4 +1,5 @@
-"""The way of backwards from autograd's threads to the workers that keep the graphs. Caller's side.
+"""`GradientSender` and `OperationLink` send backwards from autograd's threads to the workers that
+keep the graphs. This module runs in the caller only.
 
     a node's backward ──► OperationLink ──► its gradients came with the result: settled at once
                               └──► GradientSender.send ──► the worker's backlog
@@ -44,11 +45,11 @@ from mpgrad.wire.tensor_refs import (
 
 __all__ = ["GradientSender", "OperationLink"]
 
-EXAMINED = 4  # backwards of a map, for what gradient its losses get
+EXAMINED = 4  # backwards of a map, to learn the gradient of its losses
 
 
 class OperationLink:
-    """The way to the workers that keep the graphs of one operation (`autograd.GraphLink`). It keeps
+    """Leads to the workers that keep the graphs of one operation (`autograd.GraphLink`). It keeps
     the function that they share."""
 
     def __init__(
@@ -61,29 +62,29 @@ class OperationLink:
         learns: bool,
     ) -> None:
         """`modes` and `environment` are those of the calls."""
-        self.sender = sender  # by which graphs are reached: that of one pool
+        self.sender = sender  # reaches the graphs of one pool
         self._modes = modes
         self._environment = environment
         self._function = function
         self._eager = eager
-        # of two backwards in two threads one gets what came with the result
+        # of two backwards in two threads, one gets the gradients that came with the result
         self._serving = threading.Lock()
-        # backwards that are still looked at, for the next map's sake
+        # how many more backwards are examined, for the next map
         self._to_see = EXAMINED if learns else 0
-        self._seen: float | None = None  # the gradient of those before
+        self._seen: float | None = None  # the gradient in earlier backwards
         self._was_wrong = False
 
     def send(self, item: Backward | SumRequest) -> None:
-        """Start a backward, or ask for a sum, and return at once."""
+        """Start a backward, or request a sum, and return at once."""
         if isinstance(item, SumRequest):
             self.sender.request_sum(item)
         elif item.modes is not None or not self._is_settled_now(item):
             self.sender.send(item)
 
     def _is_settled_now(self, backward: Backward) -> bool:
-        """Whether the backward's gradients came with the result. Learn from what it gets.
+        """Whether the backward's gradients came with the result. Learn from the ones that it gets.
 
-        They are those of a backward that runs through the whole graph and does not keep it.
+        Only a backward through the whole graph, which does not keep it, can get these gradients.
         """
         graph, eager = backward.graph, self._eager
         gradients = loss_gradients(backward) if self._to_see > 0 or eager is not None else set()
@@ -113,7 +114,7 @@ class OperationLink:
 
     def wait(self, settled: PendingOutcome) -> ReceivedGradients:
         """Wait for a backward or for a requested sum. Return its gradients, or raise its error."""
-        # also if it has come: what tasks printed until then comes before it
+        # even if it has arrived, because tasks' earlier prints come before it
         self.sender.wait_for(settled)
         for each in taken(settled.warned):
             warned_again(*each)
@@ -131,7 +132,7 @@ class OperationLink:
         for each in backwards:
             self.sender.consume(each.graph)
 
-    # --- what gradient losses get
+    # --- the gradient of losses
 
     def _learn(self, gradients: set[float]) -> None:
         self._to_see -= 1
@@ -157,15 +158,15 @@ class OperationLink:
         """Release a graph that can get no further backward."""
         if graph.eager is not None:
             self._note_wrong()
-        if self._to_see == EXAMINED:  # none has come at all
+        if self._to_see == EXAMINED:  # no backward has come
             self._to_see = 0
             self.sender.functions.predictor_of(self._function).note_other()
         self.sender.release(graph)
 
 
 def loss_gradients(backward: Backward) -> set[float]:
-    """What came for losses whose backward runs once, and through all of the graph; nothing where
-    one is otherwise."""
+    """Return the gradients that the losses get, if their backward runs once and through the whole
+    graph. Otherwise return an empty set."""
     asked = backward.asked
     if asked.keep or asked.create or asked.levels or backward.waits or not asked.whole:
         return set()
@@ -179,12 +180,12 @@ def loss_gradients(backward: Backward) -> set[float]:
 # --- for all operations of a pool
 
 
-# So many backwards are sent to the workers together, unless a thread waits for one of them.
+# This many backwards are sent to the workers together, unless a thread waits for one of them.
 HELD_GRADIENTS = 256
 
 
 class BackwardContext(NamedTuple):
-    """The modes and the environment that a backward of autograd's engine runs in."""
+    """Holds the modes and the environment that a backward of autograd's engine runs in."""
 
     graph_task: int
     modes: Modes
@@ -193,7 +194,7 @@ class BackwardContext(NamedTuple):
 
 
 class GradientSender:
-    """Does what the links of operations ask of the scheduler."""
+    """Sends backwards and requests for the links of operations."""
 
     def __init__(
         self,
@@ -205,7 +206,7 @@ class GradientSender:
         since: EnvironmentChanges | None,
         mode_check: ModeCheck,
     ) -> None:
-        """Take `numbers` for graphs of gradients, from the counter that calls use, too.
+        """Take `numbers` for graphs of gradients, from the counter that calls also use.
 
         `since` records changes of the environment that workers follow.
         """
@@ -217,7 +218,7 @@ class GradientSender:
         self._numbers = numbers
         self._since = since
         self._held = 0
-        # the context that was asked for last
+        # the context that was requested last
         self._last: BackwardContext | None = None
         # the number of the last backward of the engine that sent something
         self.last_backward = -1
@@ -294,7 +295,7 @@ class GradientSender:
     def leave(self, worker: Any, item: Backward | SumRequest) -> None:
         """Leave the item in the worker's backlog.
 
-        If the worker is gone, or goes in this moment, other workers get the item.
+        If the worker is gone, or goes at this moment, other workers get the item.
         """
         worker.backlog.append(item)
         self._driver.has_unheard = True

@@ -1,5 +1,6 @@
-"""Numbers of the pickled functions that workers keep, and what was measured of their calls. Each
-function is sent to each worker once, however often it is mapped. Caller's side.
+"""`KnownFunctions` numbers the pickled functions that workers keep, and notes how long calls take.
+Each function is sent to each worker once, however often it is mapped. This module runs in the
+caller only.
 
 Assumes: called by the scheduling thread; any thread may call `own_seconds`, `predicted` and
     `predictor_of`.
@@ -18,17 +19,17 @@ from mpgrad.wire.messages import Results
 
 __all__ = ["KnownFunctions"]
 
-# Workers keep so many functions for the next operation that uses one.
+# Workers keep this many functions for the next operation that uses one.
 MOST_CODES = 128
 MOST_BYTES = 64 << 20
 
 
 class KnownFunctions:
-    """The functions that were mapped last, by number, and the seconds that their calls took."""
+    """Holds the functions mapped last, by number, and the seconds that their calls took."""
 
     def __init__(self, workers: Mapping[int, WorkerHandle]) -> None:
         self._workers = workers
-        # the function that was used last stands at the end
+        # the function that was used last is at the end
         self._numbers: dict[bytes, int] = {}
         self._new_numbers = itertools.count(1)
         self._measured: dict[int, FunctionTiming] = {}  # by number
@@ -90,7 +91,7 @@ class KnownFunctions:
         The last measurement counts most. If an operation's largest calls come first, a measurement
         counts for at most its `share` of all that the operation has made, so their mean counts.
         """
-        # The function was forgotten meanwhile.
+        # The function has been forgotten since.
         if self._numbers.get(function.pickled) != function.code:
             return
         measured = self._measured.get(function.code) or FunctionTiming()

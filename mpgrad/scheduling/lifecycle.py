@@ -1,10 +1,10 @@
-"""The phases of a pool's life and what may be asked of it in each. `Driver` lists what the parts
-of a scheduler ask of the class that runs them. Caller's side.
+"""`Lifecycle` notes the phases of a pool, and checks what is possible in each. `Driver` lists what
+the parts of a scheduler need of the class that runs them. This module runs in the caller only.
 
-Any thread may ask for the phase or enter one. Only the scheduling thread calls `break_off` and
+Any thread may read the phase or enter one. Only the scheduling thread calls `break_off` and
 `end`. After the end there is no such thread, so `Settlement` answers a late order in the thread
-that finds it. Only one thread settles at a time. Another thread that comes meanwhile leaves its
-order to that thread, and does not wait.
+that finds it. Only one thread settles at a time. Any other thread leaves its order to that thread,
+and does not wait.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
     "Settlement",
 ]
 
-# what the scheduling thread is to do in its next turn; it is called with the present moment
+# The scheduling thread calls an order in its next turn, with the present moment.
 Order = Callable[[float], None]
 
 INSIDE = "inside the with block (with mpgrad.Pool() as pool: ...)"
@@ -43,7 +43,7 @@ INSIDE = "inside the with block (with mpgrad.Pool() as pool: ...)"
 
 class ForkCounter:
     """Counts the forks between the first process and this one. Reading the count is cheaper than
-    asking the system for the pid."""
+    reading the pid from the system."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -57,7 +57,7 @@ FORKS = ForkCounter()
 
 
 class Phase(enum.IntEnum):
-    """The phases of a pool, in their order."""
+    """Lists the phases of a pool in order."""
 
     OPEN = enum.auto()
     # The pool takes nothing new. Admitted operations still run, and graphs stay.
@@ -71,12 +71,12 @@ class Phase(enum.IntEnum):
 
 
 class Lifecycle:
-    """Notes the phases that a pool has reached. Phases may be skipped, and none comes back."""
+    """Notes the phases that a pool has reached. Phases may be skipped, but never return."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
         self._forks = FORKS.count
-        # Several threads may append in the same moment.
+        # Several threads may append at the same time.
         self._reached = [Phase.OPEN]
         # The scheduling thread looks at these two in every turn. The first is true from `LEAVING`
         # on.
@@ -86,7 +86,7 @@ class Lifecycle:
         self.broken: BaseException | None = None
         # the error that every request gets after the end
         self.ended: BaseException | None = None
-        # whether workers are told to stop, and not killed
+        # whether workers are asked to stop, and not killed
         self.ends_gently = False
         # A worker that has not ended soon after another signal is killed.
         self.ends_by = signal.SIGKILL
@@ -113,7 +113,7 @@ class Lifecycle:
     def end(self) -> BaseException:
         """End the pool, and return the error that every request gets from now on."""
         closed = (
-            "the pool is closed, and its workers and their graphs are gone; ask for results, and "
+            "the pool is closed, and its workers and their graphs are gone; get results, and "
             f"call backward, {INSIDE}"
         )
         self.ended = self.broken or PoolClosedError(closed)
@@ -135,7 +135,7 @@ class Lifecycle:
         return FORKS.count == self._forks
 
     def check_process(self) -> None:
-        if FORKS.count != self._forks:  # not `is_ours`: this is asked for each call and backward
+        if FORKS.count != self._forks:  # not `is_ours`: this runs for each call and backward
             raise RuntimeError(
                 f"this pool belongs to process {self._pid} and cannot be used in its forked child "
                 f"{os.getpid()}; "
@@ -172,13 +172,13 @@ class Settlement:
         self._inbox = inbox
         self._unfinished = unfinished
         self._life = life
-        # A callback that runs meanwhile may put an order, too.
+        # A callback that runs during a turn may also put an order.
         self._turn = threading.RLock()
 
     def settle(self, now: float) -> None:
         while self._inbox or self._unfinished:
             if not self._turn.acquire(blocking=False):
-                # The thread that has the lock looks once more after it has given it back.
+                # The thread that has the lock looks once more after it has released the lock.
                 return
             try:
                 while self._inbox:
@@ -201,13 +201,13 @@ def carry_out(order: Order, now: float) -> None:
         report(logging.ERROR, "an order that came too late failed", with_traceback=True)
 
 
-# --- whose thread it is
+# --- the driver
 
 
 class Driver(Protocol):
     """Runs the parts of a scheduler. A `Dispatcher` has a thread of its own, and an
-    `InlineScheduler` uses the caller's. Any thread may call its methods, unless they say
-    otherwise."""
+    `InlineScheduler` uses the caller's. Any thread may call its methods, unless their docstrings
+    name a thread."""
 
     tracer: Tracer
     # orders for the scheduling thread's next turn
@@ -263,7 +263,7 @@ class Driver(Protocol):
         ...
 
     def cancel_backward(self, graph_task: int) -> None:
-        """Cancel all that was sent for the backward with this number, as nobody waits for it.
+        """Cancel all that was sent for the backward with this number, as no thread waits for it.
 
         Finalizers call this.
         """

@@ -1,9 +1,8 @@
-"""`Receiver` reads the workers' messages and acts on them. Caller's side.
+"""`Receiver` reads the workers' messages and acts on them. This module runs in the caller only.
 
     link ──► Receiver: each message to its part ──► Answers: outcomes of calls, backwards settled
 Guarantees: shared memory that an answer names is borrowed at once, so that it is returned even if
-    nobody ever looks at it. The thread that asks for a task's exception makes it; this module never
-    does.
+    it is never read. The thread that requests a task's exception makes it; this module never does.
 Assumes: called by the scheduling thread.
 """
 
@@ -142,7 +141,7 @@ class Receiver:
         cause: BaseException | None = None,
     ) -> None:
         error.__cause__ = cause or error.__cause__
-        # Graphs refer to the worker for long, and the frames of a traceback keep what they were at.
+        # Graphs refer to the worker for a long time, and a traceback's frames keep their variables.
         for each in (error, error.__cause__):
             if each is not None:
                 write(each.with_traceback(None), "__context__", None)
@@ -233,7 +232,7 @@ class Receiver:
         self._queue.look_at = 0.0
         self._supervisor.note_ready(now)
         trace = self._tracer.trace
-        # If the workers do not know of the timeline yet, this one is told with the others.
+        # If the workers do not know of the timeline yet, this one is notified with the others.
         if trace is not None and trace.is_known:
             self._deliveries.record(worker, now)
 
@@ -246,7 +245,7 @@ class Receiver:
             and owner not in self._deliveries.workers
             and not worker.lent_slots.have_any_of(slab)
         ):
-            # The slab's owner is gone, so nobody else would say that the slab is gone.
+            # The slab's owner is gone, so it cannot report that the slab is gone.
             worker.lent_slots.unmap(slab)
 
     def _results(
@@ -325,7 +324,7 @@ class Answers:
             operation.owner.reach.found.update(message.reached)
         if len(message.outcomes) > len(chunk.calls):
             raise InternalError(
-                f"worker {worker.number} ran a call that it was told in time to skip; please "
+                f"worker {worker.number} ran a call that it was asked in time to skip; please "
                 "report it"
             )
         outcomes = list(self._outcomes(worker, chunk, operation, message, payload, now))
@@ -405,8 +404,8 @@ class Answers:
             words = GRAPH_MISSING if type(found) is MissingGraph else BACKWARD_ANSWERED
             backward.note((now, words, worker.number))
             if isinstance(found, MissingGraph):
-                # The message's `dropped` has the missing graph, which may be the one that this one
-                # derives from. The sum may have been collected already.
+                # The message's `dropped` has the missing graph, from which this backward's graph
+                # may derive. The sum may have been collected already.
                 worker.graphs.handle(backward.call, DROP)
                 backward.apart = backward.asked.captures
                 # A backward that was cancelled has arrived.
@@ -435,7 +434,7 @@ class Answers:
         errors: dict[int, str],
     ) -> None:
         """Settle a backward. If there is a graph of the gradients, it depends on the captures
-        `reached`, and `errors` are what a backward of everything behind it raises, by output."""
+        `reached`. By output, `errors` has the error of a backward of everything behind it."""
         number = backward.derived_number if any_connected(found) else None
         if not backward.arrived:
             derived = None

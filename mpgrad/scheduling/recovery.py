@@ -1,16 +1,17 @@
-"""`Recovery` gives the work that was lost with a worker to other workers. Caller's side.
+"""`Recovery` gives the work that was lost with a worker to other workers. This module runs in the
+caller only.
 
 A call can run again while the caller has its inputs, its function and its seed. They stay as long
-as the call's graph is wanted. So a lost graph is only missing. The worker that gets the graph's
+as the call's graph is needed. So a lost graph is only missing. The worker that gets the graph's
 next backward rebuilds the graph right before it.
 
     forward under way ──► the front of its operation's queue
     backward under way, or waiting ──► another worker, where the graph is missing:
         [Recompute, [RecomputeBackward ...,]] BackwardCall
-    a sum of captures' gradients ──► an error for its operation, which asks for each part
+    a sum of captures' gradients ──► an error for its operation, which requests each part
 Guarantees: an item fails only if more than `retries` workers died while they ran it, if it took too
     long more than `timeout_retries` times, or if more than `retries` and more than `IDLE_DEATHS`
-    workers died when it was next. Without retries the items before it in the chunk fail, too, as do
+    workers died when it was next. Without retries the items before it in the chunk also fail, as do
     all items that a lost node agent had.
 Assumes: called by the scheduling thread.
 """
@@ -45,14 +46,13 @@ from mpgrad.system import kills_for_memory
 __all__ = ["Recovery"]
 
 GRAPH_LOST = (
-    "the graph that backward needs was lost with it, and is only made again with retries (retries: "
-    "0)"
+    "the graph that backward needs was lost with it, and is only rebuilt with retries (retries: 0)"
 )
 OVERRAN = "the pool ended it, because another call ran past its timeout ({} s)"
 NOT_BEGUN = "the pool ended it, because it did not begin the call within the timeout ({} s)"
 SUM_LOST = "the sum of gradients was lost with it"
 OUT_OF_MEMORY = (
-    "the kernel has killed for want of memory meanwhile; use fewer workers, smaller items, or "
+    "the kernel has killed processes because memory ran out; use fewer workers, smaller items, or "
     "graphs='recompute'"
 )
 
@@ -72,7 +72,7 @@ class Recovery:
         queue: CallQueue,
         readmit: Callable[[Operation, float], None],
     ) -> None:
-        """Take `readmit`, which is called for each operation that a worker had calls of."""
+        """Take `readmit`, which is called for each operation whose calls a lost worker had."""
         self._workers = workers
         self._functions = functions
         self._retries = settings.retries
@@ -93,7 +93,7 @@ class Recovery:
         offset: int,
         now: float,
     ) -> bool:
-        """Blame the call that was running, or else was next, because it may have killed the worker.
+        """Blame the running call, or else the next one, because it may have killed the worker.
 
         After more than `retries` deaths or `timeout_retries` time-outs the call fails. Return False
         if the call had been taken back: the worker had only looked whether it should begin.
@@ -101,7 +101,7 @@ class Recovery:
         `position` is the call's place in the first chunk. If the running call is a bundle, `offset`
         is the item's place in it. If the node agent was lost, both are as old as its last report.
 
-        Without retries the calls before this one fail, too. They had run, but their inputs may have
+        Without retries the calls before this one also fail. They had run, but their inputs may have
         been written to. If the node agent was lost, all calls that it had been given fail.
         """
         if self._retries == 0 and worker.link.lost:
@@ -112,7 +112,7 @@ class Recovery:
             return False
         accused = parts[place]
         is_overdue = position >= 0 and worker.overdue is not None
-        # One that was cancelled may have lost its graph, and nobody asks for it any more.
+        # A backward that was cancelled may have lost its graph, which is not needed any more.
         graph = accused.held if isinstance(accused, Backward) else None
         is_lost = graph is not None and not can_be_made(graph)
         words, fails = judged(
@@ -134,7 +134,7 @@ class Recovery:
             died = self._death(worker, code, item, phase, accused, is_overdue)
             return told(died, accused)
 
-        # The caller asked for a timeout, so it is no warning.
+        # The caller has set the timeout, so this is not a warning.
         level = logging.WARNING if worker.overdue is None else logging.INFO
         report(level, "%s", error())
         if fails and offset >= 0 and has_other_results(accused):
@@ -177,8 +177,8 @@ class Recovery:
         accused: Part,
         is_overdue: bool = False,
     ) -> BaseException:
-        """Make the error of a call that fails. It says how the worker died and how often the call
-        was tried. `is_overdue`: the call took too long."""
+        """Make the error of a call that fails. It reports how the worker died and how often the
+        call was tried. `is_overdue` means that the call took too long."""
         names = (accused.options.function if isinstance(accused, PackedCall) else accused).names
         item, call = names.number(index), names.words(index)
         tried, idle = accused.deaths + accused.timeouts, accused.idle_deaths
@@ -231,7 +231,7 @@ class Recovery:
 
         A sum is lost. Return False if no other worker has a place.
         """
-        # why nothing runs again any more
+        # why nothing can run again
         reason = self._life.broken or self._life.ended
         # An item that has arrived was cancelled.
         if item.arrived:
@@ -261,7 +261,7 @@ class Recovery:
                 return False
             self.reruns += 1
             item.note((now, BACKWARD_MOVED, worker.number))
-            # The sum that the gradients were to be part of was in the worker that is gone.
+            # The sum that these gradients belong to was in the worker that is gone.
             item.apart = item.asked.captures
             worker.backlog.append(item)
         return True
@@ -311,7 +311,7 @@ def parts_of(chunk: Chunk) -> Sequence[Part]:
 def item_of(part: Part, position: int = -1, offset: int = -1) -> int | range | None:
     """Return the number of the part's item, or the numbers of its items.
 
-    Return None if the part is a bundle, and nobody knows which item was running.
+    Return None if the part is a bundle, and it is unknown which item was running.
     """
     if not isinstance(part, PackedCall):
         return part.items
@@ -321,7 +321,7 @@ def item_of(part: Part, position: int = -1, offset: int = -1) -> int | range | N
 
 
 def has_other_results(part: Part) -> TypeGuard[PackedCall]:
-    """Whether the part is a bundle of which one item may fail alone."""
+    """Whether the part is a bundle in which one item may fail alone."""
     return isinstance(part, PackedCall) and bool(part.bundle) and part.options.return_errors
 
 

@@ -1,5 +1,5 @@
 """The scheduler decides which worker gets what and when, and what follows when a worker dies. It
-knows no thread and no selector. Caller's side.
+knows nothing of threads and selectors. This module runs in the caller only.
 
     callers ── admit, send_gradients, release ──► inbox, backlogs ──► [the scheduling thread]
     callers ◄── Operation.outcomes, Backward.settle ◄───────────────────────────┘  ▲
@@ -9,9 +9,9 @@ knows no thread and no selector. Caller's side.
     gradient_sender ──► its backlog ──► deliveries ──► the worker
     the worker ──► receiving ──► Operation, Backward
 
-    supervisor: workers come and go
-    cancelling: calls that nobody wants, or that take too long, end
-    recovery: lost work is done again
+    supervisor: starts and ends workers
+    cancelling: ends calls that are not needed, or that take too long
+    recovery: gives lost work to other workers
 Each part owns what it changes, and the scheduling thread calls it, so it needs no lock. Other
 threads put their orders into deques, and wake the scheduling thread. `Dispatcher` gives the
 scheduler a thread of its own, and `InlineScheduler` uses the caller's. Any thread may call
@@ -73,7 +73,7 @@ class Scheduler(ABC):
     def __init__(self, settings: Settings, engine: Engine, clock: Callable[[], float]) -> None:
         self.settings = settings
         self.engine = engine
-        # read between events only; the parts are told what time it is
+        # read between events only; the parts get the time as an argument
         self.clock = clock
         self.life = Lifecycle()
         self.callbacks = CallbackThread()  # not started if the scheduling thread is the caller's
@@ -142,7 +142,7 @@ class Scheduler(ABC):
             self, deliveries, self.admissions, queue, self.supervisor, self.receiver, settings
         )
 
-    # --- methods of a subclass, which decides whose thread it is (see `Driver`)
+    # --- methods of a subclass, which decides on the thread (see `Driver`)
 
     @abstractmethod
     def start(self) -> None:
@@ -185,9 +185,9 @@ class Scheduler(ABC):
         self._settle_if_ended()
 
     def admit(self, operation: Operation, waits: bool = False) -> None:
-        """Have the calls in the operation's queue run.
+        """Run the calls in the operation's queue.
 
-        Admit the operation again after more calls were added. `waits` says that the caller needs
+        Admit the operation again after more calls were added. `waits` means that the caller needs
         the results.
         """
         self.story, self._names = operation.options.story, operation.names
@@ -210,14 +210,14 @@ class Scheduler(ABC):
         self.nudge()
 
     def cancel(self, operation: Operation) -> None:
-        """Cancel the rest of the operation, because nobody wants it.
+        """Cancel the rest of the operation, because it is not needed.
 
         Calls that have not begun do not begin, and results that arrive are dropped.
         """
         self.post(lambda now: self.cancelling.cancel(operation))
 
     def cancel_queued(self, operation: Operation) -> None:
-        """Give the calls that no worker has been given a `CancelledError`."""
+        """Give a `CancelledError` to the calls that no worker has been given."""
         self.post(lambda now: self.cancelling.cancel_queued(operation))
 
     def cancel_with_grace(self, operation: Operation) -> None:
@@ -230,7 +230,7 @@ class Scheduler(ABC):
     def cancel_all_with_grace(self) -> None:
         """Cancel with grace all operations that were admitted up to now.
 
-        A caller that still asks for a result gets a `CancelledError`.
+        A caller that still requests a result gets a `CancelledError`.
         """
         self.post(self.cancelling.cancel_all_with_grace)
 
@@ -253,8 +253,7 @@ class Scheduler(ABC):
     def await_all(self) -> None:
         """Wait until all operations that were admitted up to now have ended."""
         pending: list[Operation] = []
-        # `ended` counts the operations that had ended at the last look. The next look goes on from
-        # there.
+        # `ended` counts the operations that had ended at the last check. The next one starts there.
         looked, ended, told = False, 0, False
 
         def look(now: float) -> None:
@@ -284,7 +283,7 @@ class Scheduler(ABC):
             self.post(all_told)
             self.wait_until(lambda: told)
             self.callbacks.catch_up(-1)
-        # This is a KeyboardInterrupt, above all.
+        # This is mostly a KeyboardInterrupt.
         except BaseException:
             for operation in pending:
                 operation.note_interrupt(self.cancel_with_grace)
@@ -306,7 +305,7 @@ class Scheduler(ABC):
         self.post(tell_all)
 
     def end_trace(self) -> None:
-        """End the timeline, and have the workers note nothing any more."""
+        """End the timeline, and have the workers stop recording."""
         if self.tracer.trace is None:
             return
         self.tracer.trace.end()
@@ -338,7 +337,7 @@ class Scheduler(ABC):
         self.post(lambda now: self._keep(workers))
 
     def _keep(self, workers: int) -> None:
-        """Have so many workers from now on, because the user says so, and not the engine."""
+        """Have this many workers from now on, as set by the user instead of the engine."""
         self.engine.room = None
         self._have(workers)
 
@@ -430,9 +429,9 @@ class Scheduler(ABC):
             self.wake()
 
     def await_unneeded(self) -> None:
-        """Once the pool is left, wait until the workers have ended that keep no graph."""
+        """After `leave`, wait until the workers that keep no graph have ended."""
         self.wait_until(
-            # In this order, because a worker that leaves the first is in the second already.
+            # The order matters, because a worker that has left the first is in the second already.
             lambda: (
                 all(each.is_last and each.only_keeps for each in list(self.workers.values()))
                 and not self.supervisor.awaits_exits
@@ -459,7 +458,7 @@ class Scheduler(ABC):
     def terminate_without_waiting(self) -> None:
         """Terminate without waiting.
 
-        This is called if nobody can see the pool any more, in any thread, with any lock held.
+        This may be called when no reference to the pool is left, in any thread with any lock held.
         """
         if self.life.is_ours:
             self.life.enter(Phase.STOPPING)
@@ -484,7 +483,7 @@ class Scheduler(ABC):
             self._look_at_end(now)
 
     def _look_at_end(self, now: float) -> None:
-        """End the workers, or the pool, if the phase says so and nothing runs."""
+        """End the workers, or the pool, if the phase requires it and nothing runs."""
         phase = self.life.phase
         if phase in (Phase.LEAVING, Phase.DRAINING) and self._is_idle():
             if phase is Phase.LEAVING:
@@ -512,14 +511,14 @@ class Scheduler(ABC):
         self.supervisor.requeue(worker, now)
 
     def look_at_room(self) -> None:
-        """Change the number of workers if the engine, which follows a cluster's nodes, has room for
-        more or for fewer."""
+        """Change the number of workers if the engine, which follows a cluster's nodes, has more or
+        less room."""
         room = self.engine.room
         if room is not None and room != self.supervisor.wanted and self.life.phase is Phase.OPEN:
             self._have(room)
 
     def keep_time(self, now: float) -> float:
-        """Do what is due, and return the moment at which to look again; infinite for never."""
+        """Do what is due, and return when to look next; infinite for never."""
         soonest = min(
             self.cancelling.keep_time(now), self.supervisor.keep_time(now), self._queue.look_at
         )

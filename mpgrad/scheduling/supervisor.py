@@ -1,10 +1,10 @@
 """`WorkerSupervisor` starts, replaces, retires and removes the workers of a pool, and gives their
-backlogs to other workers. Caller's side.
+backlogs to other workers. This module runs in the caller only.
 
-    start_worker ──► ready ──► retiring ──► told to stop ──┐
+    start_worker ──► ready ──► retiring ──► asked to end ──┐
                        └──────────────────► died: lose ────┴──► _remove_at_once
 
-    retiring: the worker takes no new calls, and stays while its graphs are wanted
+    retiring: the worker takes no new calls, and stays while its graphs are needed
     _remove_at_once: the worker leaves the pool ──► the engine reports its exit, or a wait has ended
         ──► remove ──► requeue
 Guarantees: the scheduling thread waits for no exit until all work of the pool is settled.
@@ -51,17 +51,17 @@ class EndingWorker(NamedTuple):
     """A worker that has left the pool, and may not have ended yet."""
 
     worker: WorkerHandle
-    # how long the pool waits for it, on the clock of time.monotonic
+    # until when the pool waits for it, on the clock of time.monotonic
     until: float
-    # called when it is known how the worker died; None if it was told to stop
+    # called when it is known how the worker died; None if it was asked to end
     death: Callable[[float], None] | None
 
 
 class WorkerSupervisor:
-    """Has as many active workers as wanted.
+    """Keeps the number of active workers at `wanted`.
 
-    Guarantees: the number of active workers is the wanted one, or the system refuses to start more.
-    No backward that waited for a worker that is gone is forgotten.
+    Guarantees: this number is reached, or the system refuses to start more workers. A backward that
+    waits for a worker that is gone is not forgotten.
     """
 
     # long because: it takes all parts that a worker's start and end concern
@@ -94,23 +94,22 @@ class WorkerSupervisor:
         self.kills = 0
         # when to try again to start missing workers
         self.again_at = math.inf
-        # workers that are gone, and whose backlog no other worker has a place for
+        # workers that are gone, and whose backlog has no place in another worker
         self.unplaced: list[WorkerHandle] = []
-        # workers by number that are gone, and may not have ended yet
+        # workers that are gone, and may not have ended yet, by number
         self._ending: dict[int, EndingWorker] = {}
         # the number of the newest worker
         self._newest = 0
         self._failed_starts = 0
         # the number of the newest worker that was started before the last failure
         self._started_before_failure = 0
-        # when a warning last said that workers are missing
+        # when a warning last reported that workers are missing
         self._told_at = -math.inf
         # since when no worker takes calls, and none can be started
         self._refused_since: float | None = None
 
     def fill(self, now: float) -> None:
-        """Start or retire workers until as many are active as wanted. At the pool's end, start
-        none.
+        """Start or retire workers until `wanted` are active. At the pool's end, start none.
 
         Workers that only keep graphs do not count.
         """
@@ -128,14 +127,14 @@ class WorkerSupervisor:
                 self.start_worker(now)
         except OSError as error:
             self._note_refusal(error, now)
-        # No worker can be started any more, or a new one would not be what it should be.
+        # No worker can be started any more, or a new one would not be as it should be.
         except RuntimeError as error:
             self._life.break_off(error)
         too_many = active[self.wanted :]
         for worker in too_many:
             worker.begin_retiring()
         for worker in too_many:
-            # A worker that has a place is told when it has finished its work.
+            # A worker that has a place retires when it has finished its work.
             if not worker.link.has_place:
                 self.retire(worker, now)
         self._requeue_unplaced(now)
@@ -143,8 +142,8 @@ class WorkerSupervisor:
     def _note_refusal(self, error: OSError, now: float) -> None:
         """Note that no further worker can be started, and try again soon.
 
-        If no worker is left that takes calls, a worker that only keeps graphs makes room. If there
-        is none, the pool breaks after a while.
+        If no worker that takes calls is left, a worker that only keeps graphs makes room. Without
+        such a worker the pool breaks after a while.
         """
         self.again_at = now + START_GAP
         if now - self._told_at > TELL_EVERY:
@@ -158,7 +157,7 @@ class WorkerSupervisor:
         others = [worker for worker in self._workers.values() if worker not in keepers]
         is_wanted = self._queue.has_calls or self.unplaced
         if any(worker.ready for worker in others) or (keepers and not is_wanted):
-            # A later lack of workers begins anew.
+            # A later lack of workers is timed anew.
             self._refused_since = None
             return
         if self._refused_since is None:
@@ -173,9 +172,9 @@ class WorkerSupervisor:
             self._life.break_off(with_limit(error))
 
     def _drop_graphs(self, worker: WorkerHandle, now: float) -> None:
-        """End the worker. Other workers rebuild those of its graphs that are still wanted."""
+        """End the worker. Other workers rebuild its graphs if they are still needed."""
         log.info(
-            "worker %d ends, as no other can be started; %d graphs are made again",
+            "worker %d ends, because no other can be started; its %d graphs are rebuilt if needed",
             worker.number,
             worker.graphs.there,
         )
@@ -249,22 +248,22 @@ class WorkerSupervisor:
         self._driver.tell_waiters()
 
     def _first_wanted(self) -> int:
-        """Return the number of the first backward whose sums may be wanted.
+        """Return the number of the first backward whose sums may be needed.
 
-        If there are many retiring workers, sums of earlier backwards than the last one are not
-        waited for. These backwards seem to have failed. A sum that is wanted is computed again.
+        If many workers are retiring, they do not wait for the sums of backwards before the last
+        one. These backwards seem to have failed. A sum that is still needed is computed again.
         """
         are_many = sum(each.retiring for each in self._workers.values()) > self.wanted
         stay = self._life.phase is Phase.LEAVING
         return self._gradients.last_backward if are_many and not stay else 0
 
     def retire_all(self, now: float) -> None:
-        """Retire all workers. Each ends as soon as nobody needs it."""
+        """Retire all workers. Each ends as soon as it is not needed."""
         self.wanted = 0
         for worker in list(self._workers.values()):
             worker.is_last = True
             self.retire(worker, now)
-        # Whoever waits for workers that are not needed may not have to wait for these.
+        # Threads that wait until unneeded workers have ended may be able to go on.
         self._driver.tell_waiters()
 
     def _remove_at_once(
@@ -322,7 +321,7 @@ class WorkerSupervisor:
 
     @property
     def has_deaths(self) -> bool:
-        """Whether a worker has died, and nobody knows yet how."""
+        """Whether a worker has died, and it is not known yet how."""
         return any(ending.death is not None for ending in self._ending.values())
 
     def keep_time(self, now: float) -> float:
@@ -337,7 +336,7 @@ class WorkerSupervisor:
         return min([self.again_at, *(ending.until for ending in self._ending.values())])
 
     def kill(self, worker: WorkerHandle, now: float, blames: bool = False) -> None:
-        """Kill the worker, and blame its running call unless nobody wants that any more."""
+        """Kill the worker. `blames` means that its running call is blamed."""
         worker.link.kill()
         self.lose(worker, now, blames)
 
@@ -350,7 +349,7 @@ class WorkerSupervisor:
             # The worker has not ended because of its overdue call.
             worker.overdue = None
         elif worker.termination is not None and worker.termination.begun[1] != begun[1]:
-            # The overdue call ended in that moment.
+            # The overdue call ended at that moment.
             worker.overdue, blames = None, False
         chunks = list(worker.under_way.chunks.values())
         if self._driver.tracer.trace is not None:
@@ -450,7 +449,7 @@ class WorkerSupervisor:
     def end_all(self, reason: BaseException, gently: bool, now: float) -> None:
         """End all workers.
 
-        Idle workers end in peace. With `gently` all workers do.
+        Idle workers end by themselves. With `gently` all workers do.
         """
         for worker in list(self._workers.values()):
             if gently or (worker.ready and not worker.under_way and self._life.broken is None):
@@ -464,7 +463,7 @@ class WorkerSupervisor:
             self._ending[number] = ending._replace(death=None)
 
     def await_exits(self, clock: Callable[[], float]) -> None:
-        """Wait for all exits in this thread, because nobody waits for anything else any more."""
+        """Wait for all exits in this thread, because all other waits have ended."""
         until = max((ending.until for ending in self._ending.values()), default=0.0)
         while self._ending and (left := until - clock()) > 0:
             for link in self._engine.wait(left):

@@ -1,4 +1,5 @@
-"""`Tracer` notes the scheduler's events in a timeline that is being recorded. Caller's side.
+"""`Tracer` notes the scheduler's events in a timeline that is being recorded. This module runs in
+the caller only.
 
 The scheduler's parts look at `trace` first, once for each chunk. If it is None, they do nothing
 else.
@@ -43,7 +44,7 @@ class Tracer:
             self.trace = trace
 
     def span(self, kind: str, function: str = "") -> AbstractContextManager[object]:
-        """Return a context manager for a block in which the caller's thread does this."""
+        """Return a context manager that records what the caller's thread does in a block."""
         trace = self.trace
         return NOTHING if trace is None else trace.span(kind, function)
 
@@ -67,7 +68,7 @@ class Tracer:
             self._under_way[worker.number, number] = traced
 
     def answered(self, worker: WorkerHandle, message: ChunkTrace) -> None:
-        """Note that a chunk is answered, and what the worker says about it."""
+        """Note that a chunk is answered, and the times that the worker reports."""
         traced = self._under_way.pop((worker.number, message.chunk), None)
         # Other chunks were sent before the timeline began, or are answered after its end.
         if traced is not None and self.trace is not None:

@@ -1,14 +1,14 @@
-"""A `WorkerHandle` is a worker as the scheduler sees it. It notes what the worker has been sent,
-lent and told, and how far the worker is. `Settings` are what every worker starts with. Caller's
-side; the scheduler makes the decisions.
+"""A `WorkerHandle` is a worker as the scheduler sees it. It notes what the worker has been sent and
+lent, and how far the worker is. Every worker starts with the same `Settings`. This module runs in
+the caller only. The scheduler makes the decisions.
 
 A worker writes each call that it begins into a progress record, which the caller reads (see
-`wire.agent_messages.ProgressRecord`). Before each call it looks there whether the caller has
+`wire.agent_messages.ProgressRecord`). Before each call it checks there whether the caller has
 skipped the chunk. If no memory is shared, a node agent reads and writes the record for the caller,
-with a delay. Then nothing of a running chunk can be taken back. Calls that were skipped in time
-come back unrun.
-Guarantees: other threads append to the backlog and to the deques of updates, and read. Until the
-    end they change nothing else.
+with a delay. Then nothing of a running chunk can be taken back. Calls that were skipped in time are
+returned unrun.
+Guarantees: until the end, other threads only read, and append to the backlog and to the deques of
+    updates.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Termination(NamedTuple):
 
 
 class WorkerHandle:
-    """The scheduler's knowledge of a worker, and the worker's backlog. It outlives the worker,
+    """Holds what the scheduler knows of a worker, and the worker's backlog. It outlives the worker,
     because graphs refer to it."""
 
     def __init__(self, number: int, link: WorkerLink, device: int = 0) -> None:
@@ -81,7 +81,7 @@ class WorkerHandle:
         # whether no other worker will rebuild its graphs after its end
         self.is_last = False
         self.pid = -1
-        # since when it is ready, on the clock of time.monotonic
+        # since when it has been ready, on the clock of time.monotonic
         self.ready_at = 0.0
         self.calls_done = 0
 
@@ -90,7 +90,7 @@ class WorkerHandle:
         self.exit_code: int | None = None
         # the timeout of the call for which it was killed
         self.overdue: float | None = None
-        # until when it has been told to end, for that call
+        # until when it has to end, for that call
         self.termination: Termination | None = None
         # the caller's end of the pipe to which the worker writes its stack if it crashes
         self.crash_traceback: OwnedDescriptor | None = None
@@ -135,8 +135,8 @@ class WorkerHandle:
         garbled = ""
         if self.garbled is not None:
             garbled = (
-                f"what it had sent is no message ({self.garbled}); did the function write to "
-                "descriptors not its own?"
+                f"what it sent is not a message ({self.garbled}); did the function write to "
+                "descriptors that it did not open?"
             )
         return [
             each
@@ -161,7 +161,7 @@ class WorkerHandle:
 
     @property
     def load(self) -> int:
-        """The number of calls and backwards that the worker has been given, or will be next."""
+        """The number of calls and backwards that the worker has been given, or will get next."""
         return len(self.backlog) + sum(
             len(chunk.calls) + len(chunk.backwards) for chunk in self.under_way.chunks.values()
         )
@@ -268,13 +268,13 @@ class WorkerHandle:
             self.link.introduce(new_slabs)
         updates = self._take_updates()
         if updates and self.under_way.in_grace:
-            # The worker may have been spared for the sake of work that nobody wants any more.
+            # The worker may have been spared for work that is not needed any more.
             self.under_way.look_at_grace(now)
         self.sent_at = now
         self.link.send(updates + messages, payload.parts)
 
     def _take_updates(self) -> list[Message]:
-        """Return the updates as messages. They count as told from now on."""
+        """Return the updates as messages. They count as sent from now on."""
         updates: list[Message] = []
         if self.returns:
             updates.append(ReturnedSlots(drained(self.returns)))
@@ -299,7 +299,8 @@ class WorkerHandle:
         return updates
 
     def note_consumed(self) -> None:
-        """Note the graphs of eager backwards that other threads have reported; they can go."""
+        """Note the graphs of eager backwards that other threads have reported. They can be
+        dropped."""
         if self.consumed:
             calls = drained(self.consumed)
             for call in calls:
@@ -310,7 +311,7 @@ class WorkerHandle:
 
     def note_end(self) -> None:
         """Free what the worker held, because it is gone. Graphs may refer to this handle for
-        long."""
+        a long time."""
         self.lent_slots.end()
         self.under_way.end()
         if self.crash_traceback is not None:
@@ -331,8 +332,8 @@ GRACE_PERIOD = 0.2
 
 # long because: it has a few lines for each question about a worker's chunks
 class SentChunks:
-    """The chunks under way with a worker, by number, in the order in which they were sent. The
-    worker answers them in this order.
+    """Holds the chunks under way with a worker, by number, in the order in which they were sent.
+    The worker answers them in this order.
 
     Assumes: called by the scheduling thread.
     """
@@ -349,9 +350,9 @@ class SentChunks:
         self.since = 0.0
         # skipped chunks, and since when, on the same clock
         self._skipped: dict[int, float] = {}
-        # skipped chunks of which nobody has noted yet since when
+        # skipped chunks whose time is not noted yet
         self.just_skipped: list[int] = []
-        # chunks of which a part was cancelled with grace
+        # chunks with a part that was cancelled with grace
         self.in_grace: set[int] = set()
         # when the worker is killed if it still runs such a part, on the same clock
         self.grace_ends = math.inf
@@ -400,7 +401,7 @@ class SentChunks:
         return first is not None and first.operation is operation
 
     def begun(self) -> tuple[int, float]:
-        """Return the position of the running call in the first chunk, and since when it runs.
+        """Return the position of the running call in the first chunk, and when it began.
 
         The position is -1 if no call runs. It counts calls that are not answered.
         """
@@ -418,7 +419,7 @@ class SentChunks:
         )
 
     def limited_since(self, now: float) -> float:
-        """Since when the time limit of the running call counts, or of the call that is next.
+        """Return since when the time limit of the running call, or of the next one, counts.
 
         No limit includes the loading of a function.
         """
@@ -450,7 +451,7 @@ class SentChunks:
     # --- calls that the worker is to skip
 
     def cancel(self, operation: Operation) -> None:
-        """Have the worker skip the rest of chunks that nobody waits for."""
+        """Have the worker skip the rest of chunks that are not needed any more."""
         for number, chunk in self.chunks.items():
             if chunk.operation is operation and all(
                 call.index >= operation.limit for _, call in chunk.calls
@@ -493,7 +494,7 @@ class SentChunks:
     def unbegun(self, now: float) -> list[tuple[int, int]]:
         """Return chunks, and how many calls at the end of each the worker will surely not begin.
 
-        The worker notes each call in the record, then looks whether the chunk is skipped. Some time
+        The worker notes each call in the record, then checks if the chunk is skipped. Some time
         after the skip was written, the record shows the last call that it will run. Before that,
         the worker may have begun one more call, which cannot be read here yet, but not two.
         """
@@ -507,7 +508,7 @@ class SentChunks:
         in_order()
         position = progress_record[ProgressRecord.POSITION]
         in_order()
-        # The worker goes on to another call in this moment.
+        # The worker goes on to another call at this moment.
         if at == ProgressRecord.BETWEEN or at != progress_record[ProgressRecord.CHUNK]:
             return []
         found = []
@@ -529,7 +530,7 @@ class SentChunks:
     def _skipped_by_agent(self, link: WorkerLink) -> list[tuple[int, int]]:
         """Return whole chunks behind the first, which the node agent has skipped.
 
-        A worker answers a chunk before it looks whether the next one is skipped.
+        A worker answers a chunk before it checks whether the next one is skipped.
         """
         # The worker may have answered its first chunk.
         if link.has_more():
@@ -559,11 +560,11 @@ class SentChunks:
 
     @property
     def has_for_others(self) -> bool:
-        """Whether there are calls behind the running one that the worker can be told to skip."""
+        """Whether there are calls behind the running one that the worker can be made to skip."""
         chunks = self.chunks
         if not chunks or self.progress_record is None:
             return False
-        # asked in each turn, and most chunks have one call
+        # This runs in each turn, and most chunks have one call.
         if len(chunks) == 1 and len(next(iter(chunks.values())).calls) <= 1:
             return False
         first, position = next(iter(self.chunks), None), self.begun()[0]
@@ -619,7 +620,7 @@ class SentChunks:
     def _put_in_grace(self, numbers: Sequence[int], now: float) -> None:
         """Skip calls that have not begun, and give the running ones a grace period.
 
-        The chunks are not wanted any more, or not as a whole.
+        The chunks are not needed any more, or not as a whole.
         """
         for number in numbers:
             self.in_grace.add(number)
@@ -630,7 +631,7 @@ class SentChunks:
     def look_at_grace(self, now: float) -> None:
         """Begin or end the grace period, because the first chunk has changed.
 
-        It may have been cancelled with grace, or answered, or nobody else wants the worker's work
+        It may have been cancelled with grace, or answered, or the worker's other work is not needed
         any more.
         """
         self.in_grace.intersection_update(self.chunks)
@@ -654,22 +655,22 @@ def stays_together(chunk: Chunk) -> bool:
 
 
 class Settings(NamedTuple):
-    """The settings of a scheduler. Each worker is told some of them (`Start`)."""
+    """Holds the settings of a scheduler. Each worker is sent some of them (`Start`)."""
 
     workers: int
     # the pickle of (function or None, arguments)
     initializer: bytes
-    # intra-op threads; None if nobody has said how many
+    # intra-op threads; None if no number was given
     threads: int | None
-    # A worker is replaced after so many calls.
+    # A worker is replaced after this many calls.
     calls: int | None
-    # A call runs again so often after its worker died. With 0, lost work is lost.
+    # how often a call runs again after its worker died; with 0, lost work stays lost
     retries: int
-    # A call runs again so often after it took too long.
+    # how often a call runs again after it took too long
     timeout_retries: int
-    # Graphs in a worker may take so many bytes. Beyond that they are dropped and rebuilt.
+    # how many bytes graphs in a worker may take; beyond that they are dropped and rebuilt
     graph_bytes: int | None
-    # Graphs are dropped, too, if memory is about to run out.
+    # Graphs are also dropped if memory is about to run out.
     spares_memory: bool
     # the code of each worker's device
     devices: tuple[int, ...] | None = None

@@ -115,7 +115,7 @@ def test_without_retries_the_error_comes_at_once(fork_server: mpgrad.Pool) -> No
         total = sum(pool.map(sine, xs, 1))
         transport.lose("a", "b")
         eventually(lambda: len(transport.waiting) == 2)
-        with pytest.raises(mpgrad.WorkerDiedError, match="only made again with retries"):
+        with pytest.raises(mpgrad.WorkerDiedError, match="only rebuilt with retries"):
             thread.submit(torch.autograd.grad, total, xs).result(20)
 
 

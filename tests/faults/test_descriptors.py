@@ -226,7 +226,7 @@ def test_garbage_on_the_pipe_is_the_death_of_that_worker(
     exabytes."""
     with mpgrad.Pool(2, retries=0) as pool:
         future = pool.submit(time.sleep, 0.3)
-        with pytest.raises(mpgrad.WorkerDiedError, match=r"item 1.*what it had sent is no message"):
+        with pytest.raises(mpgrad.WorkerDiedError, match=r"item 1.*what it sent is not a message"):
             pool.map(lambda k: os.write(socket_of_worker(), garbage) if k == 1 else k, range(3), 1)
         assert future.result() is None
         assert pool.map(abs, [-1, -2, -3], 1) == [1, 2, 3]
@@ -280,7 +280,7 @@ def test_a_frame_that_makes_no_sense_is_the_death_of_that_worker(
     with mpgrad.Pool(2, retries=0) as pool:
         future = pool.submit(time.sleep, 0.3)
         with pytest.raises(
-            mpgrad.WorkerDiedError, match=r"item 1.*what it had sent is no message"
+            mpgrad.WorkerDiedError, match=r"item 1.*what it sent is not a message"
         ) as raised:
             pool.map(
                 lambda k: (

@@ -401,7 +401,7 @@ def test_the_likely_cause_is_named(
     monkeypatch.setattr("mpgrad.scheduling.recovery.kills_for_memory", lambda: 10**9)
     with pytest.raises(
         mpgrad.WorkerDiedError,
-        match="the kernel has killed for want of memory meanwhile; use fewer workers",
+        match="the kernel has killed processes because memory ran out; use fewer workers",
     ):
         fresh_pool.apply(killed)
     with pytest.raises(mpgrad.WorkerDiedError) as caught:
