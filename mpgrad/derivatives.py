@@ -4,7 +4,7 @@ workers.
 `torch.autograd.functional.jacobian` runs one backward per output; `torch.func.jacrev` and `jacfwd`
 batch them, for functions that suit torch.func, in one process. Here the sizes of the tensors decide
 how a Jacobian is computed. If an operation does not support the chosen mode, the next mode is used.
-Rows or columns are cut into shares that run side by side, and so do the items of a ragged list.
+Rows or columns are cut into shares. Shares run side by side, and so do items of a ragged list.
 Arguments and outputs are structures of tensors, as in torch.func. Both are flattened at each
 evaluation, so all code in between works on lists of tensors.
 
@@ -66,8 +66,8 @@ from mpgrad.transforms import may_be_followed
 __all__ = ["hessian", "hvp", "jacobian", "jvp", "per_item_grad", "vjp"]
 
 MODES = tuple(WAYS)
-# If there are fewer calls for each worker, they are sent one by one, because shares take long and
-# each worker should get one.
+# If there are fewer calls for each worker, they are sent one by one, because shares take a long
+# time, and each worker should get one.
 FEW = 8
 SAID: set[str] = set()  # the warnings that this process has given
 
@@ -91,7 +91,7 @@ def jacobian(
             dicts, nested or not (a pytree, in the words of torch.func). It may write into the
             tensors in its arguments, which are copies. All rows and columns of an item use the same
             random numbers. `torch.manual_seed` fixes them, and one number is drawn from the
-            caller's generator. With engine "thread" they depend on timing. Changes that `fn` makes
+            caller's generator. With engine "thread" draws depend on timing. Changes that `fn` makes
             outside of itself (running statistics) happen at each evaluation, but not if it runs in
             a pool.
         args: a list has one entry for each item, and `fn` is differentiated separately for each
@@ -121,7 +121,7 @@ def jacobian(
         input. The structure is the same as that of `torch.func.jacrev`: the structure of the
         output, with the structure of the differentiated argument in place of each tensor. If
         `argnums` is a tuple, or None with several arguments, a tuple with an entry for each
-        argument is in place of each tensor. With `has_aux`, the result is a tuple of the Jacobian
+        argument replaces each tensor. With `has_aux`, the result is a tuple of the Jacobian
         and ``aux``. If there are lists, the result is a list with one such entry for each item.
 
     Raises:
@@ -225,8 +225,8 @@ def jvp(
         fn: as in `jacobian`.
         args: one argument, or a tuple of them; a list has one entry for each item. So a single
             argument that is a tuple or a list is passed as ``(argument,)`` or ``([argument],)``.
-        tangents: the structure of the differentiated argument, with a tensor of the same shape and
-            dtype for each; a tuple of such structures, if `args` is a tuple and `argnums` is not an
+        tangents: the structure of the differentiated argument, with tensors of the same shapes and
+            dtypes; a tuple of such structures, if `args` is a tuple and `argnums` is not an
             integer; lists have one entry for each item.
         pool, argnums, create_graph, has_aux: as in `jacobian`; the pool's workers share the items.
 
@@ -266,7 +266,7 @@ def vjp(
     arguments, in one backward.
 
     Args:
-        cotangents: the structure of the output, with a tensor of the same shape and dtype for each.
+        cotangents: the structure of the output, with tensors of the same shapes and dtypes.
             A list, even in a tuple, has one entry for each item. So if `fn` returns a list, pass a
             list of lists.
         fn, args, pool, argnums, create_graph, has_aux: as in `jvp`.
@@ -514,7 +514,7 @@ def product(
 Place = tuple[bool, int]  # whether it is a capture, and the number of the capture or input
 Places = list[list[Place]]  # for each tensor, all places where it enters the call
 
-# The engine numbers its own backwards from 0, and -1 means that none runs.
+# The engine numbers its own backwards from 0, and -1 means that none is running.
 GRAPH_TASKS = itertools.count(-2, -1)
 
 
@@ -696,9 +696,9 @@ def places_of(index: int, node: Any, output: int, inputs: Sequence[torch.Tensor]
             known.setdefault(edge, [])
         if edge not in known:
             raise ValueError(
-                f"an input for results[{index}] is neither one of its item's tensors nor captured "
-                "by its function, or does not "
-                f"require grad, or has been changed in place since (shape: {tuple(tensor.shape)}); "
+                f"an input for results[{index}] must be one of its item's tensors or captured by "
+                "its function, must require grad, and "
+                f"must not have been changed in place since (shape: {tuple(tensor.shape)}); "
                 "if an item or a capture was "
                 "computed from it, pass that tensor, or compute it within the function"
             )

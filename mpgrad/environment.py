@@ -3,7 +3,7 @@ use this module.
 
 The environment is the variables, directory, arguments, module paths, time zone, filters of
 `warnings`, recursion limit, levels of loggers, and how `decimal` and NumPy compute. Workers follow
-the caller's environment. On another machine, workers do not follow what belongs to one machine.
+the caller's environment. On another machine, workers ignore what is specific to the caller's.
 
 A serial loop finds in `os.environ` what the caller has put there. A worker would find what was
 there when its pool began. So the caller's changes since then are sent with each operation and each
@@ -14,7 +14,7 @@ backward.
 
 A task may catch a warning that the caller's filters make an error, so these filters hold in the
 task. The caller's filters have to decide again about the warnings that pass, because "once" and
-"default" count in the caller. So all actions except "error" and "ignore" are "always" in a worker.
+"default" need its counts. So all actions except "error" and "ignore" are "always" in a worker.
 A filter names its category, which may be a class of a module that no task here imports. So the
 worker compares names. Outside of tasks a worker has its own filters, because the modules that it
 imports to load a function have already warned, and added their filters, in the caller.
@@ -131,7 +131,7 @@ class Environment(NamedTuple):
 
 
 def in_use() -> tuple[Any, ...]:
-    """Return the fields as the process has them now, in objects that others may change.
+    """Return the present fields of the process. Other code may change these objects.
 
     `os.environ` stores its variables in a dictionary, which C compares in a microsecond.
     """
@@ -180,8 +180,8 @@ def set_recursion_limit(limit: int) -> None:
 
 
 def log_levels_in_use() -> dict[str, int]:
-    """Return the levels of the loggers that have one. `setLevel` empties the caches of all loggers,
-    where this is kept."""
+    """Return the levels of the loggers that have one. They are kept in a logger's cache, which
+    `setLevel` empties."""
     cache: dict[Any, Any] = logging.root._cache  # type: ignore[attr-defined]
     found: dict[str, int] | None = cache.get(OF_LEVELS)
     if found is None:
@@ -194,7 +194,7 @@ def log_levels_in_use() -> dict[str, int]:
 
 
 OF_LEVELS = "mpgrad"  # a key that is not a level
-FOLLOWED_LEVELS: dict[str, int] = {}  # a worker's own
+FOLLOWED_LEVELS: dict[str, int] = {}  # the levels that this worker set last
 
 
 def set_log_levels(given: Mapping[str, int]) -> None:
@@ -288,7 +288,7 @@ def extensions_by_path(modules: int) -> dict[str, str]:
 
 
 class ExtensionFinder(importlib.abc.MetaPathFinder):
-    """Has a worker's imports find the caller's extension modules."""
+    """Makes a worker's imports find the caller's extension modules."""
 
     def __init__(self) -> None:
         self.files: Mapping[str, str] = {}
@@ -516,7 +516,7 @@ PLACE = ProcessSide()
 def working_directory() -> str | None:
     try:
         return os.getcwd()
-    # The directory was deleted, and a worker can do without one as well as the caller.
+    # The directory was deleted. The caller does without one, and so can a worker.
     except OSError:
         return None
 
@@ -568,8 +568,8 @@ PR_CAPBSET_DROP, PR_GET_SECUREBITS, PR_SET_NO_NEW_PRIVS = 24, 27, 38
 ASKS = 0xFFFFFFFF  # reads the personality instead of setting it
 # the one secure bit that no program passes on
 KEEPS_CAPABILITIES = 1 << 4
-# Variables that are read when torch is loaded, by the loader, the C library, Python or the
-# libraries that compute.
+# Variables that are read when torch is loaded, by the loader, the C library, Python or
+# numerical libraries.
 READ_EARLY = re.compile(
     "LD_|GLIBC_|MALLOC_|LANG|LC_|PYTHON|TORCH|PYTORCH_|ATEN_|CUDA|CUBLAS|CUDNN|NVIDIA_|HIP_|ROC|HSA_|ZE_|XPU|SYCL"
     "|OMP_|GOMP_|KMP_|LIBOMP|MKL|OPENBLAS_|GOTO|BLIS_|VECLIB_|NUMEXPR_|NPY_|NUMPY|DNNL_|ONEDNN_"

@@ -19,7 +19,7 @@ by default. So the death of the process shows that the stack is complete.
 Guarantees: a task's text and log records arrive before its result. Text that it printed before it
     crashed also arrives. Any thread, signal handler or finalizer may print or log at any moment:
     nothing is lost, and nothing is sent twice. If a handler raises while a frame is being sent, the
-    frames that are waiting may be lost, each as a whole.
+    waiting frames may be lost, but none is lost in part.
 Assumes: one thread sends over the link. Text that other threads print waits for it.
 """
 
@@ -306,7 +306,7 @@ def failure(error: BaseException, phase: str, offset: int = 0, given: str = "") 
     return Failure(carried(error), traceback_of(error), phase, offset, given)
 
 
-MOST_IN_WORDS = 6  # values of each container
+MOST_IN_WORDS = 6  # describe at most this many values of a container
 
 
 def in_words(value: Any, depth: int = 2) -> str:
@@ -360,7 +360,7 @@ def register_crash_traceback(link: Link) -> None:
     on."""
     try:
         theirs, ours = os.pipe()
-    except OSError:  # no descriptor is free; calls matter more
+    except OSError:  # no descriptor is free: run calls without a traceback
         return
     try:
         # text that does not fit is lost, because the pipe is read only after the worker's death

@@ -16,8 +16,8 @@ also sent with it, or they are added up here until the caller collects them. The
 dropped, unless it must be kept. If the real backward turns out to be different, the caller has the
 graph rebuilt.
 
-During a call, the caller can read which call the worker is running from a few numbers in shared
-memory (`ProgressRecord`). A call's `Stage` records the phase of the call, for its failure, and the
+During a call, a few numbers in shared memory tell the caller which call the worker is running
+(`ProgressRecord`). A call's `Stage` records the phase of the call, in case it fails, and the
 durations. If the caller records a timeline, it also records the times.
 
 Guarantees: each call or backward that is not skipped has one outcome, whatever the task raises. A
@@ -410,7 +410,7 @@ def arguments(
     streams = Streams()
     with filters:  # suspended
         args, kwargs = loads_whole(shape, tensors[:own], dependency_results, modules, streams)
-    streams.begin(call.item + offset)  # for generators that code in the item captures
+    streams.begin(call.item + offset)  # for generators that functions in the item capture
     return args, kwargs
 
 
@@ -832,7 +832,7 @@ class Runner:
         `origin`."""
         packer = self._memory.packer
         if len(run.shapes) > 1:
-            # If memory is short, the tensors may fit one by one. Otherwise the error then names the
+            # If memory is short, the tensors may fit one by one. If not, the error names the
             # tensor.
             with contextlib.suppress(SharedMemoryError):
                 if (together := packer.together(run.tensors, run.flags)) is not None:
@@ -923,7 +923,7 @@ class Runner:
         """Rebuild the graph of a call, and keep it. If the step is `consumed`, also run through the
         graph, so that it is used up."""
         call = step.call.call
-        # the graph is still here, because the intended last backward has failed
+        # the graph is still here, because what should have been the last backward failed
         if step.consumed and call in self._graphs:
             self._memory.give_back_unread(step)
             return BackwardResult()

@@ -12,8 +12,8 @@ be made. The thread of the caller that asks for it makes the value or the except
 Guarantees: each outcome arrives once. An operation may be dropped at any time, and its graphs and
     its memory go with it. If a thread is interrupted while it makes results, it can ask again: an
     outcome and the gates of its call stay until the result is stored.
-Assumes: the scheduling thread calls `deliver` and `fail`, or the maker of an operation that is
-    never sent. Threads that wait read `outcomes` afterwards.
+Assumes: `deliver` and `fail` are called by the scheduling thread, or by the maker of an
+    operation that is never sent. Threads that wait read `outcomes` afterwards.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Listener:
     """
 
     _is_told = True
-    # whether it tells others in turn
+    # whether it passes its end on, for example to a callback
     _tells = False
     # indices of outcomes in the order in which they come, if they are taken in this order
     _arrived: deque[int] | None = None
@@ -130,7 +130,7 @@ class Operation:
         # written by the caller
         self.packed: deque[PackedCall] = deque()  # until the scheduling thread takes them
         self.added = 0
-        # in the calls that were added
+        # the number of items in the added calls
         self.items = 0
         # how many items each bundle has, by call
         self.bundled: dict[int, int] = {}
@@ -144,7 +144,7 @@ class Operation:
         # whether the queue begins with the largest calls
         self.largest_first = False
         self.outcomes: dict[int, Outcome] = {}
-        # the results that the caller has made of the first outcomes, call by call
+        # the results that the caller has made from the first outcomes, call by call
         self._made: list[list[Any]] = []
         # the outcome at the limit, even after the outcomes have been taken
         self._failed: FailedResult | None = None
@@ -226,7 +226,7 @@ class Operation:
             try:
                 raise error
             finally:
-                # The error has this frame, which would keep it.
+                # The error refers to this frame, which would keep the error alive.
                 del error
         try:
             with self.modes_of_caller():
@@ -252,7 +252,7 @@ class Operation:
                 made.append(self._build(len(made)))
         for outcome in outcomes.values():
             let_go(outcome)
-        # The operation may live longer than captures that its results do not depend on.
+        # Captures that no result depends on need not live as long as the operation.
         self.captures = None
         return list(itertools.chain.from_iterable(made))
 
@@ -360,7 +360,7 @@ class Operation:
         operation makes its call the limit.
 
         Another thread may take the outcomes as soon as the operation is `finished`. So the numbers
-        that decide about it are written last.
+        that decide this are written last.
         """
         if isinstance(outcome, BaseException):
             outcome = FailedResult.with_error(outcome)
@@ -370,7 +370,7 @@ class Operation:
         if self.options.stop_at_failure and isinstance(outcome, FailedResult):
             self._failed = outcome
             self.unsorted = self.largest_first
-            # It is not more than before, so it is written first.
+            # `delivered` does not grow here, so it is written before `limit`.
             before = [each for each in self.outcomes if each < index]
             self.delivered = len(before)
             self.items_delivered = sum(self.bundled.get(each, 1) for each in before)
@@ -388,13 +388,13 @@ class Operation:
         return False
 
     def starts(self, index: int) -> bool:
-        """Note that a call begins. Return False if it was cancelled before, and deliver that."""
+        """Note that a call begins. If it was cancelled before, deliver that and return False."""
         return True
 
     def tell_if_finished(self) -> None:
         if self.finished:
             listener = self._listener()
-            # It is told once, and refers to this operation.
+            # The listener is told once. It refers to this operation.
             self._listener = weakref.ref(NOBODY)
             self._kept = None
             if listener is not None:
@@ -440,7 +440,7 @@ def under_others(grad: bool, inference: bool) -> Iterator[None]:
 
 
 def by_output(found: Sequence[tuple[int, str]], inner: Sequence[int]) -> dict[int, str]:
-    """Return the descriptions in `found`, which are by tensor of a result, by output of its node.
+    """`found` has descriptions by number of a result's tensor. Return them by output of its node.
     `inner` are the numbers of the tensors that are outputs."""
     words = dict(found)
     return {output: words[number] for output, number in enumerate(inner) if number in words}
@@ -610,7 +610,7 @@ class SubmittedOperation(Operation):
 
     def _settle_dependencies(self, outcome: DeliveredResult, tensors: list[torch.Tensor]) -> None:
         let_go(outcome)
-        # A future may live longer than captures that its result does not depend on.
+        # Captures that the result does not depend on need not live as long as a future.
         self.captures = None
         for ref in self._dependencies:
             if (dependency := ref()) is not None and not dependency.is_settled:
@@ -733,7 +733,7 @@ class FailedResult:
             return self._make()
         if self._error is None:
             self._error = self._make()
-        # This removes the lines of earlier requests. The class may have its own such method.
+        # This removes the traceback of earlier requests. The class may override `with_traceback`.
         return BaseException.with_traceback(self._error, None)
 
 

@@ -2,7 +2,7 @@
 (`OperationOptions`), and the workers that may run it. This module runs in the caller only.
 
 Pickle would copy tensors and lose their history. Here they are packed where a worker can read them,
-and enter the operation through gates. If an argument is the result of a call that still runs, a
+and enter the operation through gates. If an argument is the result of an unfinished call, a
 number takes its place, and the scheduler inserts the result when it comes.
 
 A serial loop runs on the device of its tensors, and so does a call, unless `device=` is given. All
@@ -84,7 +84,7 @@ class PickledFunction(NamedTuple):
 
     pickled: bytes
     # The function's own captures come first, then the state's. Some are `Root`s until `drawn` has
-    # replaced these.
+    # replaced them.
     captures: list[torch.Tensor]
     # Captures that share memory in the caller also share memory in a worker.
     captures_share_memory: bool
@@ -168,8 +168,8 @@ class SharedFunction:
 
 
 class OperationOptions(NamedTuple):
-    """The options of all calls of an operation, and what they run with. They also apply if a call
-    runs again because its graph was lost."""
+    """What all calls of an operation have in common: function, modes, seed and options. It also
+    applies if a call runs again because its graph was lost."""
 
     function: SharedFunction
     modes: Modes
@@ -185,7 +185,7 @@ class OperationOptions(NamedTuple):
     eager: EagerOptions | None = None  # how backwards of losses run with the calls
     # All arguments exist, and the caller waits for all results together.
     at_rest: bool = False
-    # It is at rest, and calls may run again. So results may stay in a worker for a while.
+    # Arguments are at rest, and calls may run again. So results may stay in a worker for a while.
     together: bool = False
 
 
@@ -193,7 +193,7 @@ NONE_FAILED: Mapping[int, Any] = types.MappingProxyType({})
 
 
 class PackedCall:
-    """One call, ready to send. It is kept to rebuild its graph as long as the graph may be needed.
+    """One call, ready to send. It is kept as long as its graph may have to be rebuilt.
 
     A call has one item, or a bundle of cheap items of a map. Handling each of these by itself would
     take longer than running it.
@@ -324,7 +324,7 @@ def pack_call(
         TypeError, pickle.PicklingError: an argument cannot be sent. The message names the item.
         SharedMemoryError: shared memory has no room for a tensor.
     """
-    # torch.func's transforms follow none of these tensors, but would wrap all that is made here.
+    # torch.func's transforms do not track these tensors, but would wrap all that are made here.
     if transforms_are_active():
         with outside_transforms():
             return pack_call(packing, index, args, kwargs, item)
@@ -391,7 +391,7 @@ def pack_bundle(
         with without_subclasses():
             packed = packer.together(together, flags) or list(map(packer.pack, together, flags))
     if isinstance(packed, list) and any(isinstance(each.holder, BorrowedMemory) for each in packed):
-        return None  # if one of these tensors is written to, no other item must be affected
+        return None  # a write to one of these tensors must not affect another item
     call = PackedCall(index, None, packed)
     call.bundle, call.items = bundle, len(bundle)
     need = [own & REQUIRES_GRAD for own in flags]
@@ -574,7 +574,7 @@ class Request:
         self._wanted = wanted
         self._captured = 0  # the device of the first capture that is not on the CPU
         self.gathers = wanted is not None
-        # All tensors go to workers that can only read the CPU's memory.
+        # whether all tensors go to workers that can read only the CPU's memory
         self.staged = wanted == frozenset({0})
 
     def note_captures(self, captures: Iterable[torch.Tensor]) -> None:

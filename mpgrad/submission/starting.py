@@ -227,7 +227,7 @@ def check_untraced() -> None:
     """Raise RuntimeError if PyTorch is tracing."""
     if (by := tracer()) is not None:
         raise RuntimeError(
-            f"a pool call cannot be traced, its result would become a constant (by: {by})"
+            f"a pool call cannot be traced: its result would become a constant (by: {by})"
         )
 
 
@@ -380,7 +380,7 @@ def are_at_rest(arguments: Iterable[Iterable[Any]]) -> bool:
 
 
 def seen_again(items: Iterable[Any]) -> Iterable[Any] | None:
-    """Return the items if they can be iterated over now and again later, or else None."""
+    """Return the items if they can be iterated over more than once, or else None."""
     return items if is_at_rest(items) and not isinstance(items, Iterator) else None
 
 
@@ -394,7 +394,7 @@ def length(iterable: Iterable[Any]) -> int | None:
 
 def first_of(source: Source) -> tuple[Sequence[Arguments], Iterable[Arguments]]:
     """Return the first few calls whose arguments are not just plain tensors, and all calls. The
-    first is empty unless the source is at rest."""
+    former is empty unless the source is at rest."""
     if not source.at_rest:
         return (), source.calls
     calls = iter(source.calls)

@@ -15,7 +15,7 @@ fallbacks for missing names, because they would be untested. The one exception i
 on which no result depends.
 """
 
-# long because: it is one door, behind which each function is a few lines
+# long because: all private names are in one place; each function is a few lines
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def edge_that_keeps(tensor: torch.Tensor) -> GradientEdge:
     """
     if tensor.layout is torch.strided:
         edge = get_gradient_edge(tensor)
-        # torch 2.9 and newer keep the graph by a view that they make
+        # torch 2.9 and newer keep the graph alive through a view that they make
         if getattr(edge, "ownership_token", None) is not None:
             return edge
     with torch.enable_grad():
@@ -400,9 +400,9 @@ def graph_behind(
 def outputs_leading_to(
     ends: Mapping[Any, str], outputs: Sequence[torch.Tensor], users: Mapping[Any, Sequence[Any]]
 ) -> dict[int, str]:
-    """Return the words for an end that an output depends on, by number of the output.
+    """For each output that depends on an end, return its number and the words for that end.
 
-    `ends` are nodes of the graph behind the outputs, each with words, and `users` is this graph.
+    `ends` maps nodes of the graph behind the outputs to words, and `users` is this graph.
     """
     found = dict(ends)
     nodes = list(found)
@@ -621,8 +621,8 @@ def levels_of(tensors: Sequence[torch.Tensor | None]) -> tuple[Level, ...]:
         older = older or (tensor is not None and is_batched_the_older_way(tensor))
     levels = [Level(number, False) for number in sorted(numbers)]
     if older:
-        # The engine's threads for devices count no such level. But one exists, in which
-        # `torch.autograd.grad` was called.
+        # The engine's threads for devices do not count such levels. But there is one: the one in
+        # which `torch.autograd.grad` was called.
         levels += [Level(1 + number, True) for number in range(max(1, older_levels()))]
     return tuple(levels)
 
@@ -726,7 +726,7 @@ OBSERVERS = (
     "torch.testing._internal.logging_tensor.LoggingTensorMode",
     "torch.utils._debug_mode.",
     "torch.utils.flop_counter.",
-)  # PyTorch's own modes that only observe; if a module has nothing else, its name
+)  # PyTorch's modes that only observe; the module's name if all of its modes do
 # A checkpoint with a policy is ignored, because stored and recomputed values are the same.
 UNNOTICED = "mpgrad.", "torch.utils.checkpoint._Cach"
 CLONES = "torch.autograd.graph._CloneArgBeforeMutateMode"
@@ -829,7 +829,7 @@ class NoGradRefusal(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch._C._set_grad_enabled and not args[0]:
             raise NotImplementedError(
-                "forward mode follows what is computed under torch.no_grad, which has no derivative"
+                "forward mode would ignore torch.no_grad, under which nothing has a derivative"
             )
         return func(*args, **(kwargs or {}))
 
@@ -970,7 +970,7 @@ def replica_of(network: torch.nn.Module, tensors: Mapping[int, torch.Tensor]) ->
     return copies[id(network)]  # type: ignore[no-any-return]
 
 
-load_archive: Any = torch.jit.load  # PyTorch's own, also in workers
+load_archive: Any = torch.jit.load  # PyTorch's original, even where `torch.jit.load` is replaced
 
 
 def load_script(code: bytes) -> torch.jit.ScriptModule:
@@ -1048,7 +1048,7 @@ def not_compiled(fn: Callable[P, T]) -> Callable[P, T]:
 
 
 def run_as_is(function: F) -> F:
-    """Make the compiler leave alone what the engine calls, and all that this calls.
+    """Make the compiler leave alone a function that the engine calls, and everything it calls.
 
     While a compiled function calls a backward, the compiler would otherwise compile the parts of
     that backward.
@@ -1176,7 +1176,7 @@ def backend_options(backend: Any) -> dict[str, Any]:
         return {"backend": backend, "options": None}
     function = backend.compiler_fn
     module = getattr(function, "__module__", None) or type(function).__module__
-    # It may not be a function then, but it is known by its name.
+    # PyTorch's own backend may not be a function, but it is known by its name.
     own = module.partition(".")[0] == "torch"
     return {
         "backend": backend.compiler_name if own else function,

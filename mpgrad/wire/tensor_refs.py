@@ -2,8 +2,8 @@
 views them. Both sides use this module.
 
 Autograd and pickle both work on whole tensors, but a message holds bytes and numbers. A `TensorRef`
-names what to view, and where it is. A sparse tensor is also one reference, to a run of memory that
-holds its indices and values as a message holds tensors. Many references are sent together in
+names what to view, and where it is. A sparse tensor is also one reference, to a run of memory in
+which its indices and values lie like the tensors in a message. Many references are sent together in
 columns, or as a bucket if the tensors are alike.
 
     sender     tensor ──► dense_core ──► its core: a run of memory; Form, SPREAD or 0
@@ -18,8 +18,8 @@ address. Up to INLINE_BYTES, the two copies through the pipe cost less than the 
 slot (both about 2 us per tensor). Many tensors that are alike are copied at once into one slot.
 This bucket costs little more than one tensor.
 
-What a tensor's storage holds before and after the tensor is not sent. Gaps between its elements are
-sent only if that is cheaper than to close them.
+The parts of a storage before and after its tensor are not sent. Gaps between the tensor's elements
+are sent only if that is cheaper than closing them.
 
 Guarantees: strides are preserved. An expanded tensor is sent without repetition. Sparse tensors
     keep their layout, the order of their entries, and whether they are coalesced. A received tensor
@@ -110,7 +110,7 @@ __all__ = [
 ]
 
 FOLLOWED = "use map, starmap, apply, reduce or map_reduce"
-ALIGNMENT = 16  # bytes, of a tensor within a message: the widest element, complex128
+ALIGNMENT = 16  # of tensors in a message, in bytes: the size of the widest element, complex128
 # Messages hold dtypes by number, so this order is a part of the protocol. It matters only between
 # a parent and its own workers.
 DTYPES = tuple(
@@ -130,7 +130,7 @@ MAKE_COMPRESSED: Any = torch.sparse_compressed_tensor
 
 
 class TensorRef(NamedTuple):
-    """What a message holds of a tensor, and where its bytes are."""
+    """What a message says about a tensor, and where its bytes are."""
 
     dtype: int
     shape: tuple[int, ...]
@@ -297,7 +297,7 @@ class TensorBucket(Sequence[TensorRef]):
 
 
 def unit_of(itemsize: int, counts: Sequence[int]) -> int:
-    """Return the number of elements to whose multiples the tensors of a bucket are padded, so that
+    """Return a number of elements. The tensors of a bucket are padded to multiples of it, so that
     the next one is aligned."""
     return 1 if max(counts) == 1 else max(1, ALIGNMENT // itemsize)
 
@@ -370,7 +370,7 @@ def flags_of(tensor: torch.Tensor) -> int:
 
 
 def with_more_behind(refs: Sequence[TensorRef]) -> set[int]:
-    """Return the numbers of the tensors for which a backward does more in the caller than to add to
+    """Return the numbers of the tensors for which a backward does more in the caller than add to
     `.grad`. The numbers count the tensors that need gradients."""
     needing = [flags for flags in flags_in(refs) if flags & REQUIRES_GRAD]
     return {number for number, flags in enumerate(needing) if not flags & LEAF or flags & HOOKED}
@@ -638,9 +638,9 @@ def hear_of_beta_state() -> None:
 
 
 INLINE_BYTES = 8192  # the most bytes of a tensor that is inline in the message
-BLOCK_ALIGNMENT = 64  # bytes, of a tensor within a slot: a cache line
-# A tensor is sent with its gaps if it spans at most this many times its elements. Then most cache
-# lines hold an element, and are read anyway.
+BLOCK_ALIGNMENT = 64  # of tensors in a slot, in bytes: the size of a cache line
+# A tensor is sent with its gaps if it spans at most this many times the memory of its elements.
+# Then most cache lines hold an element, and are read anyway.
 GAPPED = 4
 
 
@@ -771,9 +771,9 @@ def copy_into(memory: memoryview, core: torch.Tensor) -> None:
 CONSTANT = "mpgrad: constant"  # marks a buffer that cannot be written to
 INLINE_TOGETHER = 32768  # the most bytes of a bucket that is inline in the message
 BUCKETED_BYTES = 256 << 10  # the most bytes of a tensor in a bucket; a larger one gets its own slot
-# The same for results. The caller copies them out of the bucket, so that one does not keep all.
+# The same for results. The caller copies them out, so that one does not keep all alive.
 ANSWERED_BYTES = 64 << 10
-MANY = 8  # the least number of references in one message that is pickled in columns
+MANY = 8  # references are pickled in columns if a message has at least this many
 PADDING = [bytes(count) for count in range(ALIGNMENT)]
 
 
@@ -931,7 +931,7 @@ class Packer:
     def pack(
         self, tensor: torch.Tensor, flags: int, code: int | None = None, staged: bool = False
     ) -> PackedTensor:
-        """Pack one tensor. `code` is the device on which the receiver gets it; None is for the
+        """Pack one tensor. `code` is the device on which the receiver gets it; None means the
         tensor's own. `staged` tensors go through the CPU's memory."""
         if code or not tensor.is_cpu:
             return self._pack_for_device(
@@ -1027,7 +1027,7 @@ class Packer:
             return None
         core, form, how = dense_core(tensor)
         nbytes = core.numel() * core.element_size()
-        if nbytes <= COPY_BYTES or how & SPREAD:  # or a copy, which is new each time
+        if nbytes <= COPY_BYTES or how & SPREAD:  # spread: the core is a new copy each time
             return None
         constant = tensor if CONSTANT in tensor.__dict__ else None
         slot = self._kept_slots.slot_with(core.data_ptr(), nbytes, constant)
@@ -1045,7 +1045,7 @@ def staged_again(
     payload: memoryview,
     memories: Mapping[int, BorrowedMemory | Slot],
 ) -> PackedTensor:
-    """Do as `packed_again`, for a worker that can read only the CPU's memory."""
+    """Do the same as `packed_again`, for a worker that can read only the CPU's memory."""
     if ref.place < 0 or not isinstance(memories[ref.place], Slot):
         return packed_again(ref, payload, memories)
     tensor = view(ref, payload, lambda ref: memories[ref.place].memory)
