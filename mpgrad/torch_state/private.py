@@ -829,7 +829,7 @@ class NoGradRefusal(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch._C._set_grad_enabled and not args[0]:
             raise NotImplementedError(
-                "forward mode would ignore torch.no_grad, under which nothing has a derivative"
+                "forward mode follows what is computed under torch.no_grad, which has no derivative"
             )
         return func(*args, **(kwargs or {}))
 
