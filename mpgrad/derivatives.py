@@ -696,9 +696,9 @@ def places_of(index: int, node: Any, output: int, inputs: Sequence[torch.Tensor]
             known.setdefault(edge, [])
         if edge not in known:
             raise ValueError(
-                f"an input for results[{index}] must be one of its item's tensors or captured by "
-                "its function, must require grad, and "
-                f"must not have been changed in place since (shape: {tuple(tensor.shape)}); "
+                f"an input for results[{index}] is neither one of its item's tensors nor captured "
+                "by its function, or does not "
+                f"require grad, or has been changed in place since (shape: {tuple(tensor.shape)}); "
                 "if an item or a capture was "
                 "computed from it, pass that tensor, or compute it within the function"
             )
