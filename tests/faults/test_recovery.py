@@ -260,14 +260,14 @@ def test_a_worker_that_dies_while_gradients_are_made_ready_for_it(
             graph = sys._getframe(1).f_locals["backward"].graph
             if not rehomed and isinstance(graph.lineage, PackedCall):
                 os.kill(worker.pid, signal.SIGKILL)
-                for pid in pids:
+                for pid in pids - {worker.pid}:
                     os.kill(pid, signal.SIGCONT)
                 rehomed.append(scheduler.wait_until(lambda: graph.worker is not worker, 10))
             return pack(parts, worker)
 
         steps = penalized(functools.partial(pool.map, chunksize=1), items())
         next(steps)
-        pids = [each.pid for each in pool.stats().workers]
+        pids = {each.pid for each in pool.stats().workers}
         for pid in pids:  # so that no backward is answered before the death
             os.kill(pid, signal.SIGSTOP)
         monkeypatch.setattr(scheduler.gradients, "_pack", after_a_death)
