@@ -10,6 +10,7 @@ second or fourth frame, from another one on; tests/simulation plays a death at e
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Sequence
@@ -198,7 +199,9 @@ class Shooter:
             original(part, worker, *arguments)
             self.count += 1
             if self.count == self.fatal and worker.pid > 0 and worker.gone is None:
-                os.kill(worker.pid, signal.SIGKILL)
+                # a `Stop` may have ended it already
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(worker.pid, signal.SIGKILL)
 
         monkeypatch.setattr(owner, method, counted)
 
