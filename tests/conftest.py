@@ -242,6 +242,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item in chosen]
 
 
+def replace_all(pool: mpgrad.Pool) -> None:
+    """Kill all workers, and wait until others have taken their places."""
+    dead = {worker.pid for worker in pool.stats().workers}
+    for pid in dead:
+        os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + PATIENCE
+    while (
+        dead & {worker.pid for worker in pool.stats().workers}
+        or len(pool.stats().workers) < pool.processes
+    ):
+        assert time.monotonic() < deadline
+        time.sleep(1e-3)
+
+
 def uses_ray(item: pytest.Item) -> bool:
     return "ray_cluster" in getattr(item, "fixturenames", ())
 

@@ -336,7 +336,9 @@ class Backlog(deque[Any]):
 
     def take_alike(self) -> Iterator[Any]:
         """Take items from the front that can be in one message."""
-        kind = self[0].kind
+        first = self.popleft()
+        yield first
+        kind = first.kind if self else None
         while self and self[0].kind == kind:
             yield self.popleft()
 

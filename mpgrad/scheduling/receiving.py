@@ -420,7 +420,7 @@ class Answers:
             else:
                 if backward.is_last:
                     worker.graphs.handle(backward.call, RUN)
-                of_derived = reached.get(position, ()), dict(errors.get(position, ()))
+                of_derived = reached.get(position, ()), errors.get(position, ())
                 self._gradients_of(backward, worker, found, payload, *of_derived)
         chunk.note_answered(len(message.outcomes))
 
@@ -431,7 +431,7 @@ class Answers:
         found: Sequence[TensorRef | None],
         payload: memoryview,
         reached: Sequence[int],
-        errors: dict[int, str],
+        errors: Sequence[tuple[int, str]],
     ) -> None:
         """Settle a backward. If there is a graph of the gradients, it depends on the captures
         `reached`. By output, `errors` has the error of a backward of everything behind it."""
@@ -442,7 +442,7 @@ class Answers:
                 derived = self._graph_kept(
                     worker, backward.owner, number, backward.graph.index, backward
                 )
-                derived.errors = errors
+                derived.errors = dict(errors)
             self._arrive(backward, worker, found, payload, derived, reached)
             return
         # The backward was cancelled, so the memory is returned at once.

@@ -22,7 +22,15 @@ from typing import Any, cast
 
 import pytest
 import torch
-from conftest import every_loss_gets, first_are_quick, linux_only, said_by, staffed
+from conftest import (
+    PATIENCE,
+    every_loss_gets,
+    first_are_quick,
+    linux_only,
+    replace_all,
+    said_by,
+    staffed,
+)
 
 import mpgrad
 from mpgrad.calls.packing import PackedCall
@@ -966,23 +974,6 @@ def test_memory_of_a_dead_worker_that_another_has_seen_before(fork_server: mpgra
         os.kill(made[0][0], signal.SIGKILL)
         for _ in range(3):
             assert [float(r.sum()) for r in pool.map(lambda t: t * 2, results)] == [40_000.0] * 20
-
-
-PATIENCE = 20.0  # seconds
-
-
-def replace_all(pool: mpgrad.Pool) -> None:
-    """Kill all workers, and wait until others have taken their places."""
-    dead = {worker.pid for worker in pool.stats().workers}
-    for pid in dead:
-        os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + PATIENCE
-    while (
-        dead & {worker.pid for worker in pool.stats().workers}
-        or len(pool.stats().workers) < pool.processes
-    ):
-        assert time.monotonic() < deadline
-        time.sleep(1e-3)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from typing import Any
 import joblib
 import pytest
 import torch
-from conftest import linux_only, staffed
+from conftest import PATIENCE, linux_only, replace_all, staffed
 
 import mpgrad
 import mpgrad.joblib
@@ -336,23 +336,6 @@ def test_what_is_no_time_is_refused_by_name(
     with pytest.raises(ValueError, match=r"more than 1000 digits\)"):
         wait(pool, 10**5000)
     assert pool.map(abs, [-1]) == [1]
-
-
-PATIENCE = 20.0  # seconds
-
-
-def replace_all(pool: mpgrad.Pool) -> None:
-    """Kill all workers, and wait until others have taken their places."""
-    dead = {worker.pid for worker in pool.stats().workers}
-    for pid in dead:
-        os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + PATIENCE
-    while (
-        dead & {worker.pid for worker in pool.stats().workers}
-        or len(pool.stats().workers) < pool.processes
-    ):
-        assert time.monotonic() < deadline
-        time.sleep(1e-3)
 
 
 @pytest.mark.slow
