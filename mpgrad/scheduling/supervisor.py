@@ -452,7 +452,8 @@ class WorkerSupervisor:
         Idle workers end by themselves. With `gently` all workers do.
         """
         for worker in list(self._workers.values()):
-            if gently or (worker.ready and not worker.under_way and self._life.broken is None):
+            is_idle = worker.ready and not worker.under_way.has_work
+            if gently or (is_idle and self._life.broken is None):
                 self._deliveries.transmit(worker, [Stop(waits=gently)], now)
             else:
                 worker.link.kill(self._life.ends_by)

@@ -393,6 +393,15 @@ class SentChunks:
     # --- the worker's progress
 
     @property
+    def has_work(self) -> bool:
+        """Whether the worker has not answered a call, backward or request. It may still have to
+        answer a chunk whose calls were all taken back."""
+        return any(
+            chunk.calls or chunk.backwards or chunk.request is not None
+            for chunk in self.chunks.values()
+        )
+
+    @property
     def first(self) -> Chunk | None:
         return next(iter(self.chunks.values()), None)
 

@@ -22,6 +22,7 @@ from conftest import first_are_quick, gone, linux_only, staffed
 
 import mpgrad
 from mpgrad.pickling.modules import UncarriedName
+from mpgrad.scheduling.chunk_writer import Chunk
 from mpgrad.workers import ending
 
 ITEMS = 20
@@ -197,6 +198,18 @@ def test_with_each_start_method(
     ends(tmp_path, context=context)
     if context == "forkserver":
         multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]
+    assert lines_in(tmp_path) == ALL
+
+
+def test_a_worker_whose_calls_were_all_taken_back(fork_server: mpgrad.Pool, tmp_path: Path) -> None:
+    """Symptom: now and then, the lines of a worker were lost at the end of a with block. Cause: it
+    had not answered a message whose calls other workers had run, and so it was killed."""
+    with mpgrad.Pool(1, opens, (str(tmp_path),)) as pool:
+        pool.map(writes, range(ITEMS))
+        scheduler = pool._scheduler
+        (worker,) = scheduler.workers.values()
+        scheduler.post(lambda now: worker.under_way.add(-1, Chunk(None, [], [], None, None), now))
+        assert scheduler.wait_until(lambda: bool(worker.under_way), timeout=30)
     assert lines_in(tmp_path) == ALL
 
 

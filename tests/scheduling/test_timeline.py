@@ -196,7 +196,10 @@ def test_a_death_and_what_is_done_again(fresh_pool: mpgrad.Pool, tmp_path: Path)
     check(timeline.events)
     (lost,) = slices(timeline.events, "unanswered")
     assert lost["name"] == "the worker died" and lost["args"]["items"] == [3, 4, 5]
-    assert items_in(slices(timeline.events, "forward")) == Counter(range(ITEMS))
+    # the worker that died may have kept graphs of other items
+    forward = slices(timeline.events, "forward")
+    first = [each for each in forward if each["name"] != "forward again"]
+    assert items_in(first) == Counter(range(ITEMS))
 
 
 def test_a_backward_whose_worker_dies(fresh_pool: mpgrad.Pool) -> None:
