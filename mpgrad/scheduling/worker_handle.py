@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from mpgrad.autograd.remote_graph import Backward
+from mpgrad.autograd.remote_graph import Backward, SumRequest
 from mpgrad.calls.backwards import error_maker
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import Device, PackedCall, device_code_named, device_count
@@ -205,12 +205,13 @@ class WorkerHandle:
 
         Threads that wait for it get the error.
         """
-        for item in self.backlog.cancel(graph_task):
+        waiting = self.backlog.cancel(graph_task)
+        for item in waiting:
             item.settle(error_maker(error))
-            # It was lost with a worker, which had perhaps begun it.
-            if isinstance(item, Backward) and item.again:
+        for item in (*waiting, *self.under_way.cancel_backward(graph_task, error, now)):
+            # It may have used up its graph, or may never begin.
+            if isinstance(item, Backward) and item.again and item.is_last:
                 self.graphs.handle(item.call, CANCEL)
-        self.under_way.cancel_backward(graph_task, error, now)
 
     # --- messages to the worker
 
@@ -608,23 +609,27 @@ class SentChunks:
             now,
         )
 
-    def cancel_backward(self, graph_task: int, error: BaseException, now: float) -> None:
-        """Cancel the parts of the backward with this number.
+    def cancel_backward(
+        self, graph_task: int, error: BaseException, now: float
+    ) -> list[Backward | SumRequest]:
+        """Cancel the parts of the backward with this number, and return them.
 
         Threads that wait for them get the error.
         """
-        numbers = []
+        parts, numbers = list[Backward | SumRequest](), []
         for number, chunk in self.chunks.items():
-            parts = [
+            found = [
                 each
                 for each in (*chunk.backwards, chunk.request)
                 if each is not None and each.graph_task == graph_task
             ]
-            for each in parts:
+            for each in found:
                 each.settle(error_maker(error))
-            if parts:
+            if found:
                 numbers.append(number)
+                parts += found
         self._put_in_grace(numbers, now)
+        return parts
 
     def _put_in_grace(self, numbers: Sequence[int], now: float) -> None:
         """Skip calls that have not begun, and give the running ones a grace period.
