@@ -413,7 +413,9 @@ def test_calls_that_ended_in_time_while_nobody_looked(
         while not begun.exists():
             time.sleep(1e-3)
         pool._scheduler.post(holds_it_up)
+        (worker,) = pool._scheduler.workers.values()
         assert result.get(PATIENCE) == [1] and pool.stats().deaths == 0
+        assert worker.termination is None
 
 
 class Slow(torch.autograd.Function):
