@@ -9,6 +9,7 @@ import gc
 import logging
 import os
 import pickle
+import select
 import signal
 import subprocess
 import sys
@@ -35,6 +36,7 @@ from conftest import (
 
 import mpgrad
 from mpgrad.calls.packing import PackedCall
+from mpgrad.scheduling.supervisor import WorkerSupervisor
 from mpgrad.system import PORTABLE
 from mpgrad.testing import assert_same_as_serial
 
@@ -411,6 +413,28 @@ def test_a_call_that_kills_every_worker_fails(
     )
     found = fresh_pool.map(fn, range(20), on_error="return")
     assert isinstance(found.pop(7), mpgrad.WorkerDiedError) and found == [*range(7), *range(8, 20)]
+
+
+@linux_only("the fork server")
+def test_an_exit_that_was_reported_while_nobody_looked(
+    fork_server: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Symptom: the error did not say how the worker had died. Cause: the pool's thread was late,
+    and gave up an exit whose report lay in the pipe."""
+    lose = WorkerSupervisor.lose
+
+    def then_stand_still(supervisor: Any, worker: Any, *arguments: Any) -> None:
+        lose(supervisor, worker, *arguments)
+        if supervisor._ending:
+            control = supervisor._engine.launcher._fork_server._control
+            assert select.select([control], [], [], PATIENCE)[0]
+
+    monkeypatch.setattr(WorkerSupervisor, "lose", then_stand_still)
+    monkeypatch.setattr("mpgrad.scheduling.supervisor.EXIT_PATIENCE", 0.0)
+    with mpgrad.Pool(1, retries=0) as pool:
+        for _ in range(5):  # the exit may be known at once
+            with pytest.raises(mpgrad.WorkerDiedError, match="was killed by SIGKILL"):
+                pool.apply(killed)
 
 
 @pytest.mark.slow
