@@ -36,6 +36,7 @@ from conftest import (
 
 import mpgrad
 from mpgrad.calls.packing import PackedCall
+from mpgrad.machine.queue import CallQueue
 from mpgrad.scheduling.supervisor import WorkerSupervisor
 from mpgrad.system import PORTABLE
 from mpgrad.testing import assert_same_as_serial
@@ -991,7 +992,9 @@ def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], match:
         mpgrad.Pool(1, **arguments)
 
 
-def test_calls_go_back_to_the_queue_in_their_order(fork_server: mpgrad.Pool) -> None:
+def test_calls_go_back_to_the_queue_in_their_order(
+    fork_server: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # symptom: a hang. cause: two chunks of a dead worker were put back one before the other, and a
     # failure in the later one then dropped calls of the earlier one that were still wanted.
     def fn(k: int) -> int:
@@ -999,12 +1002,17 @@ def test_calls_go_back_to_the_queue_in_their_order(fork_server: mpgrad.Pool) -> 
             raise LookupError(k)
         return k
 
+    monkeypatch.setattr(CallQueue, "_had_better_wait", lambda *_: False)
     with mpgrad.Pool(1) as pool:
-        pid = pool.apply(os.getpid)
-        os.kill(pid, signal.SIGSTOP)
+        pool.map(fn, [0])
+        (worker,) = pool._scheduler.workers.values()
+        os.kill(worker.pid, signal.SIGSTOP)
         result = pool.map_async(fn, range(6), 4)
-        time.sleep(0.3)  # both chunks are in the pipe of the stopped worker
-        os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + PATIENCE
+        while len(worker.under_way.chunks) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(1e-3)
+        os.kill(worker.pid, signal.SIGKILL)
         with pytest.raises(LookupError):
             result.get(20)
 
