@@ -55,6 +55,8 @@ class EndingWorker(NamedTuple):
     until: float
     # called when it is known how the worker died; None if it was asked to end
     death: Callable[[float], None] | None
+    # whether that time is over, and the engine looks for the exit once more
+    is_last_look: bool = False
 
 
 class WorkerSupervisor:
@@ -329,8 +331,11 @@ class WorkerSupervisor:
         if not self._ending and self.again_at == math.inf:
             return math.inf
         for number, ending in list(self._ending.items()):
-            if ending.until <= now:
+            if ending.is_last_look:
                 self.remove(number, now)
+            # The worker may have ended in time, while this thread was late.
+            elif ending.until <= now:
+                self._ending[number] = ending._replace(is_last_look=True)
         if now >= self.again_at:
             self.fill(now)
         return min([self.again_at, *(ending.until for ending in self._ending.values())])
@@ -466,7 +471,9 @@ class WorkerSupervisor:
     def await_exits(self, clock: Callable[[], float]) -> None:
         """Wait for all exits in this thread, because all other waits have ended."""
         until = max((ending.until for ending in self._ending.values()), default=0.0)
-        while self._ending and (left := until - clock()) > 0:
+        left = math.inf
+        while self._ending and left > 0:
+            left = max(0.0, until - clock())
             for link in self._engine.wait(left):
                 if link.exit is not None:
                     self.remove(link.number, clock())

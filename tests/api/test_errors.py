@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import linecache
 import logging
 import math
@@ -13,6 +14,7 @@ import os
 import pickle
 import signal
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -22,6 +24,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import PATIENCE, limit_only_what_hangs
 
 import mpgrad
 from mpgrad.scheduling import cancelling
@@ -381,19 +384,24 @@ def test_every_fatal_signal_leaves_a_stack(name: str, fork_server: mpgrad.Pool) 
 
 
 @pytest.mark.parametrize("in_c", [False, True])
-def test_the_stack_of_a_worker_that_takes_too_long(in_c: bool, fork_server: mpgrad.Pool) -> None:
+def test_the_stack_of_a_worker_that_takes_too_long(
+    in_c: bool, fork_server: mpgrad.Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cancelling, "TRACEBACK_PATIENCE", PATIENCE)
+    begun = tmp_path / "begun"
+
     def stuck(k: int) -> None:
-        time.sleep(60)
+        begun.touch(), time.sleep(60)
 
     def stuck_with_the_interpreters_lock(k: int) -> None:
-        ctypes.PyDLL(None).sleep(60)
+        begun.touch(), ctypes.PyDLL(None).sleep(60)
 
     function, source = (
         (stuck_with_the_interpreters_lock, "PyDLL(None).sleep(60)")
         if in_c
         else (stuck, "time.sleep(60)")
     )
-    with mpgrad.Pool(1) as pool:
+    with mpgrad.Pool(1) as pool, limit_only_what_hangs(pool, begun.exists):
         pool.apply(time.sleep, (0,))
         with pytest.raises(
             mpgrad.CallTimeoutError, match=r"; the call was tried once \(timeout_retries: 0\)"
@@ -431,13 +439,16 @@ def assert_at(error: mpgrad.WorkerDiedError | mpgrad.CallTimeoutError, source: s
 
 
 def test_a_worker_that_cannot_leave_its_stack_is_killed_all_the_same(
-    fork_server: mpgrad.Pool,
+    fork_server: mpgrad.Pool, tmp_path: Path
 ) -> None:
+    is_deaf = tmp_path / "is_deaf"
+
     def deaf() -> None:
         signal.signal(TRACEBACK_SIGNAL, signal.SIG_IGN)
+        is_deaf.touch()
         time.sleep(60)
 
-    with mpgrad.Pool(1, retries=0) as pool:
+    with mpgrad.Pool(1, retries=0) as pool, limit_only_what_hangs(pool, is_deaf.exists):
         with pytest.raises(mpgrad.CallTimeoutError) as caught:
             pool.map(lambda k: deaf(), [1], timeout=0.1)
         assert caught.value.stack == ""
@@ -450,25 +461,40 @@ def test_a_call_that_ends_just_in_time_is_not_blamed(
     """The worker answers after it was told to end; what it has been given meanwhile is done by its
     successor."""
 
+    told, begun = tmp_path / "told", tmp_path / "begun"
+
     def be_deaf() -> None:
-        signal.signal(TRACEBACK_SIGNAL, lambda number, frame: None)
+        signal.signal(TRACEBACK_SIGNAL, lambda number, frame: told.touch())
 
     def ends_too_late(k: int) -> int:
-        time.sleep(0.3)
+        until(told)
         return k
 
-    def is_interrupted(path: Path) -> int:
-        if not path.exists():
-            path.touch()
+    def is_interrupted() -> int:
+        if not begun.exists():
+            begun.touch()
             time.sleep(60)
         return 2
 
-    monkeypatch.setattr(cancelling, "TRACEBACK_PATIENCE", 1.0)
+    def has_had_its_time(now: float) -> None:
+        (worker,) = pool._scheduler.workers.values()
+        assert worker.termination is not None
+        worker.termination = worker.termination._replace(moment=now)
+
+    monkeypatch.setattr(cancelling, "TRACEBACK_PATIENCE", 600.0)
     with mpgrad.Pool(1, retries=0) as pool:
         pool.apply(be_deaf)
         assert pool.map(ends_too_late, [1], timeout=0.1) == [1]
-        assert pool.map(is_interrupted, [tmp_path / "begun"]) == [2]
+        result = pool.apply_async(is_interrupted)
+        until(begun)
+        pool._scheduler.post(has_had_its_time)
+        assert result.get(PATIENCE) == 2
         assert pool.stats().deaths == 1
+
+
+def until(file: Path) -> None:
+    while not file.exists():
+        time.sleep(1e-3)
 
 
 def test_a_process_that_a_task_forks_keeps_quiet(fork_server: mpgrad.Pool) -> None:
@@ -515,11 +541,17 @@ def test_the_stack_of_an_initializer_that_crashes(fork_server: mpgrad.Pool) -> N
         assert_at(caught.value, "ctypes.string_at(0)")
 
 
-def test_stacks_of_workers_of_a_context() -> None:
-    def stuck(k: int) -> None:
-        time.sleep(60)
+def test_stacks_of_workers_of_a_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cancelling, "TRACEBACK_PATIENCE", PATIENCE)
+    begun = tmp_path / "begun"
 
-    with mpgrad.Pool(1, context="fork", retries=0) as pool:
+    def stuck(k: int) -> None:
+        begun.touch(), time.sleep(60)
+
+    with (
+        mpgrad.Pool(1, context="fork", retries=0) as pool,
+        limit_only_what_hangs(pool, begun.exists),
+    ):
         with pytest.raises(mpgrad.WorkerDiedError) as caught:
             pool.apply(crash_in_c)
         assert_at(caught.value, "ctypes.string_at(0)")
@@ -620,19 +652,18 @@ def test_reductions_name_blocks_and_targets(pool2: mpgrad.Pool) -> None:
 def test_a_failure_ends_the_reading_of_items(pool: mpgrad.Pool, ask: str) -> None:
     # symptom: a million items were packed, and an endless source never came to its end, though the
     # first item had failed. cause: whoever packed calls did not look at what came of them.
-    taken = 0
+    deadline = time.monotonic() + PATIENCE
 
     def source() -> Iterator[Any]:
-        nonlocal taken
-        for taken in range(1, 200_001):
-            yield (-taken,) if ask == "starmap" else -taken
+        for k in itertools.count(1):
+            assert time.monotonic() < deadline
+            yield (-k,) if ask == "starmap" else -k
 
     def fails(k: int) -> int:
         raise LookupError(k)
 
     with pytest.raises(LookupError, match="-1"):
         getattr(pool, ask)(fails, source()).get()
-    assert taken < 200_000
 
 
 @pytest.mark.parametrize("failing", [0, 3])
@@ -640,18 +671,28 @@ def test_a_failing_early_item(failing: int, fork_server: mpgrad.Pool, tmp_path: 
     # symptom: hours until the error of an item that had failed at once. cause: it counted as a call
     # of 0 s, so the function was cheap: the other items, however long they take, were sent, and
     # were waited for.
+    go = tmp_path / "go"
+    (tmp_path / "begun").mkdir()
 
     def simulate(k: int) -> None:
-        (tmp_path / str(k)).touch()
+        (tmp_path / "begun" / str(k)).touch()
         if k == failing:
             raise ValueError("is not valid")
-        time.sleep(0.05)
+        time.sleep(0.05)  # items that are known to be cheap would form one call
+        if k > failing:
+            until(go)
 
     with mpgrad.Pool(2) as pool:
         for _ in range(2):  # the second finds what was learned from the first
             with pytest.raises(ValueError, match="is not valid"):
                 pool.map(simulate, range(300))
-        assert len(list(tmp_path.iterdir())) < 40
+            heard = threading.Event()
+            pool._scheduler.post(lambda now: heard.set())
+            assert heard.wait(PATIENCE)
+            go.touch()
+            pool.map(abs, range(4), 1)
+            go.unlink()
+    assert len(list((tmp_path / "begun").iterdir())) < 40
 
 
 def stops(k: int) -> int:

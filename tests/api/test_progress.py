@@ -130,7 +130,7 @@ class Shower:
     def __call__(self, done: int, total: int | None, left: float | None) -> None:
         assert self._alone.acquire(blocking=False)
         try:
-            assert self.lock.acquire(timeout=5)
+            assert self.lock.acquire(timeout=20)
             self.lock.release()
             self.told.append((done, total))
             self.threads.append(threading.current_thread().name)
@@ -601,13 +601,14 @@ def test_a_pool_says_what_it_is(two: mpgrad.Pool) -> None:
     assert repr(two) == "<mpgrad.Pool processes=2 engine='process' closed>"
 
 
-def test_a_slow_function_delays_no_timeout(pool2: mpgrad.Pool) -> None:
+def test_a_slow_function_delays_no_timeout(pool2: mpgrad.Pool, tmp_path: Path) -> None:
     """The waiting thread was in the function, and `get` returned seconds after its time."""
     may_end = threading.Event()
     calls = pool2.map_async(
-        time.sleep, [0.05] * 20, chunksize=1, progress=lambda *_: may_end.wait(60)
+        until, [tmp_path / "go"] * 20, chunksize=1, progress=lambda *_: may_end.wait(60)
     )
     with pytest.raises(multiprocessing.TimeoutError):
         calls.get(timeout=0.3)
+    (tmp_path / "go").touch()
     may_end.set()
     calls.get()

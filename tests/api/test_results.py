@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import staffed
+from conftest import PATIENCE, limit_only_what_hangs, staffed
 
 import mpgrad
 from mpgrad.calls.operations import Operation
@@ -64,19 +64,27 @@ def asks_with(
 
 
 @pytest.mark.parametrize("name", ["apply", "apply_async"])
-def test_a_time_limit_of_one_call_is_that_of_a_pool(fork_server: mpgrad.Pool, name: str) -> None:
+def test_a_time_limit_of_one_call_is_that_of_a_pool(
+    fork_server: mpgrad.Pool, tmp_path: Path, name: str
+) -> None:
+    def hangs(begun: Path) -> None:
+        begun.touch()
+        time.sleep(600)
+
     late = []
     for of_pool, of_call in ((0.3, None), (None, 0.3), (60.0, 0.3)):
+        begun = tmp_path / f"{of_pool} {of_call}"
         with (
             mpgrad.Pool(1, retries=0, timeout=of_pool) as pool,
+            limit_only_what_hangs(pool, begun.exists),
             pytest.raises(mpgrad.CallTimeoutError) as caught,
         ):
-            asks_with(pool, time.sleep, 600, timeout=of_call)[name]()
+            asks_with(pool, hangs, begun, timeout=of_call)[name]()
         late.append(
             (caught.value.call, caught.value.item, caught.value.seconds, caught.value.detail)
         )
     assert (
-        late == [("a call of sleep", None, 0.3, "the call was tried once (timeout_retries: 0)")] * 3
+        late == [("a call of hangs", None, 0.3, "the call was tried once (timeout_retries: 0)")] * 3
     )
 
 
@@ -84,8 +92,8 @@ def test_a_time_limit_of_one_call_is_that_of_a_pool(fork_server: mpgrad.Pool, na
 def test_a_time_limit_holds_for_one_call_and_its_backward(
     fork_server: mpgrad.Pool, tmp_path: Path, name: str
 ) -> None:
-    x = leaf()
-    with mpgrad.Pool(1, retries=0) as pool:
+    x, begun = leaf(), tmp_path / "begun"
+    with mpgrad.Pool(1, retries=0) as pool, limit_only_what_hangs(pool, begun.exists):
         asks_with(pool, torch.exp, x, timeout=60)[name]().sum().backward()
         assert torch.equal(x.grad, x.exp())  # type: ignore[arg-type]
         # it is loaded now
@@ -114,6 +122,8 @@ class BackwardUntil(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        if not ctx.path.exists():
+            (ctx.path.parent / "begun").touch()
         until(ctx.path)
         return grad * 2, None
 
@@ -190,8 +200,8 @@ def test_errors_of_async_results(pool: mpgrad.Pool) -> None:
             result.get()
 
 
-def test_not_ready(fresh_pool: mpgrad.Pool) -> None:
-    result = fresh_pool.apply_async(time.sleep, (0.5,))
+def test_not_ready(fresh_pool: mpgrad.Pool, tmp_path: Path) -> None:
+    result = fresh_pool.apply_async(until, (tmp_path / "go",))
     with pytest.raises(
         multiprocessing.TimeoutError, match=r"no result within the timeout of get \(0.01 s\)"
     ):
@@ -200,6 +210,7 @@ def test_not_ready(fresh_pool: mpgrad.Pool) -> None:
         result.successful()
     assert not result.ready()
     result.wait(0.01)
+    (tmp_path / "go").touch()
     assert result.get(30) is None
 
 
@@ -444,38 +455,35 @@ def test_futures_in_asyncio(pool2: mpgrad.Pool) -> None:
     assert asyncio.run(both()) == [4, 9]
 
 
-def test_a_future_cancelled_before_it_began(fresh_pool: mpgrad.Pool) -> None:
-    busy = [fresh_pool.submit(time.sleep, 0.1) for _ in range(8)]
+def test_a_future_cancelled_before_it_began(fresh_pool: mpgrad.Pool, tmp_path: Path) -> None:
+    busy = [fresh_pool.submit(until, tmp_path / "go") for _ in range(8)]
     last = fresh_pool.submit(abs, -1)
     assert last.cancel() and last.cancelled()
     with pytest.raises(concurrent.futures.CancelledError):
         last.result()
+    (tmp_path / "go").touch()
     assert [future.result(30) for future in busy] == [None] * 8
     assert not busy[0].cancel()
     assert fresh_pool.map(abs, [-1]) == [1]
 
 
-def test_dropped_results_are_given_back(pool2: mpgrad.Pool) -> None:
-    scheduler = pool2._scheduler
-
-    def borrowed(expected: int | None = None) -> int:
-        deadline = time.monotonic() + 5  # the dispatcher collects in a turn of its own
+def test_dropped_results_are_given_back(fresh_pool: mpgrad.Pool) -> None:
+    def borrowed(expected: int) -> int:
+        deadline = time.monotonic() + PATIENCE  # the dispatcher collects in a turn of its own
         while True:
             gc.collect()
-            count = len(scheduler.memory.foreign_slabs._views)
-            if expected is None or count == expected or time.monotonic() > deadline:
+            count = len(fresh_pool._scheduler.memory.foreign_slabs._views)
+            if count == expected or time.monotonic() > deadline:
                 return count
             time.sleep(0.01)
 
-    scheduler.wait_until(lambda: False, timeout=0.2)  # what earlier tests dropped
-    before = borrowed()
     for _ in range(3):
-        pool2.map_async(torch.ones, [(50_000,)] * 6)
-    pool2.map(abs, range(10))
-    kept = pool2.map(torch.ones, [(50_000,)])
-    assert borrowed(before + 1) == before + 1
+        fresh_pool.map_async(torch.ones, [(50_000,)] * 6)
+    fresh_pool.map(abs, range(10))
+    kept = fresh_pool.map(torch.ones, [(50_000,)])
+    assert borrowed(1) == 1
     del kept
-    assert borrowed(before) == before
+    assert borrowed(0) == 0
 
 
 def test_memory_of_former_maps_is_given_back(fresh_pool: mpgrad.Pool) -> None:

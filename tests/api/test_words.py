@@ -7,6 +7,7 @@ import inspect
 import multiprocessing
 import re
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,10 +43,16 @@ def test_each_docstring_says_which_timeout_it_is(function: Any, words: str) -> N
     assert re.search(rf"timeout`?:? .*{words}", text)
 
 
-def test_each_error_says_which_timeout_it_was(fresh_pool: mpgrad.Pool) -> None:
-    later = fresh_pool.apply_async(time.sleep, (2,))
-    future = fresh_pool.submit(time.sleep, 2)
-    results = fresh_pool.imap(time.sleep, [2])
+def until(file: Path) -> None:
+    while not file.exists():
+        time.sleep(1e-3)
+
+
+def test_each_error_says_which_timeout_it_was(fresh_pool: mpgrad.Pool, tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    later = fresh_pool.apply_async(until, (go,))
+    future = fresh_pool.submit(until, go)
+    results = fresh_pool.imap(until, [go])
     wait = r"^no result within the timeout of {} \(0.01 s\); the call goes on"
     for error, method, ask in [
         (multiprocessing.TimeoutError, "get", later.get),
@@ -57,14 +64,15 @@ def test_each_error_says_which_timeout_it_was(fresh_pool: mpgrad.Pool) -> None:
             ask(0.01)
 
 
-def test_the_timeout_of_a_map_of_an_executor() -> None:
+def test_the_timeout_of_a_map_of_an_executor(tmp_path: Path) -> None:
     with mpgrad.Executor(1) as executor:
-        results = executor.map(time.sleep, [0.5], timeout=0.01)
+        results = executor.map(until, [tmp_path / "go"], timeout=0.01)
         with pytest.raises(
             concurrent.futures.TimeoutError,
             match=r"^no result within the timeout of map \(0.01 s since it was called\)",
         ):
             next(results)
+        (tmp_path / "go").touch()
 
 
 def test_the_time_limit_of_a_call(fork_server: mpgrad.Pool) -> None:

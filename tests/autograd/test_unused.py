@@ -135,7 +135,7 @@ def test_nothing_grows(fork_server: mpgrad.Pool) -> None:
         for step in range(12):
             fit.loss = torch.stack(pool.map(fit.of_item, [leaf(3, seed=n) for n in range(4)])).sum()
             fit.loss.backward()
-            pool.map(abs, range(8))  # releases are told along with it
+            pool.map(abs, range(8), 1)  # each worker is told of releases along with it
             counts.append(
                 (
                     nodes_behind(fit.loss),

@@ -424,10 +424,15 @@ def no_descriptors() -> Iterator[Any]:
 
 @pytest.mark.slow
 def test_a_pool_without_workers_for_a_moment(
-    fork_server: mpgrad.Pool, no_descriptors: Any, tmp_path: Path
+    fork_server: mpgrad.Pool,
+    no_descriptors: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The successor of a worker that had done its calls could not be started, and nobody tried
     again."""
+    # the pool must not break before this thread has looked
+    monkeypatch.setattr("mpgrad.scheduling.supervisor.START_PATIENCE", 3 * PATIENCE)
     word, go = tmp_path / "word", tmp_path / "go"
 
     def waits(x: int) -> int:

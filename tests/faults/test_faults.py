@@ -347,10 +347,10 @@ def test_without_retries_what_is_lost_raises(fork_server: mpgrad.Pool) -> None:
     x = torch.ones(2, requires_grad=True)
     weight = torch.ones(2, requires_grad=True)
     with mpgrad.Pool(2, retries=0) as pool:
-        results = pool.map(lambda k: x * k * weight, range(8), 1)
-        victim = psutil.Process(pool.apply(os.getpid))
-        victim.kill()
-        pool._scheduler.wait_until(lambda: victim.pid not in pids(), timeout=10)
+        made = pool.map(lambda k: (os.getpid(), x * k * weight), range(8), 1)
+        results = [result for _, result in made]
+        os.kill(made[0][0], signal.SIGKILL)
+        assert pool._scheduler.wait_until(lambda: pool.stats().deaths == 1, timeout=PATIENCE)
         for _ in range(2):
             with pytest.raises(
                 mpgrad.WorkerDiedError, match=r"phase: backward.*the graph .* was lost with it"
@@ -361,10 +361,6 @@ def test_without_retries_what_is_lost_raises(fork_server: mpgrad.Pool) -> None:
         with pytest.raises(mpgrad.WorkerDiedError, match=r"item 3\)"):
             pool.map(lambda k: die("SIGKILL") if k == 3 else k, range(6))
         works(pool)
-
-
-def pids() -> set[int]:
-    return {process.pid for process in psutil.Process().children(recursive=True)}
 
 
 def test_an_idle_worker_that_dies_is_replaced(fresh_pool: mpgrad.Pool) -> None:
@@ -401,7 +397,7 @@ def test_workers_that_die_at_start(fork_server: mpgrad.Pool) -> None:
 
 def test_ctrl_c_during_a_map(fresh_pool: mpgrad.Pool, interruptible: None) -> None:
     works(fresh_pool)
-    interrupted(lambda: fresh_pool.map(time.sleep, [100] * 4, 1))
+    interrupted(fresh_pool, lambda: fresh_pool.map(time.sleep, [100] * 4, 1))
     works(fresh_pool)
 
 
@@ -418,24 +414,33 @@ def test_ctrl_c_during_backward(fresh_pool: mpgrad.Pool, interruptible: None) ->
 
     x = torch.ones(2, requires_grad=True)
     results = fresh_pool.map(lambda t: Slow.apply(t), [x] * 2, 1)
-    interrupted(lambda: sum(r.sum() for r in results).backward())
+    interrupted(fresh_pool, lambda: sum(r.sum() for r in results).backward())
     works(fresh_pool)
 
 
-def interrupted(work: Callable[[], object]) -> None:
-    """Run `work` of 100 seconds or more, interrupt it as Ctrl-C does (workers too), and see it end
-    before."""
+def interrupted(pool: mpgrad.Pool, work: Callable[[], object]) -> None:
+    """Run `work` of 100 seconds or more, interrupt it as Ctrl-C does (workers too) when it waits,
+    and see it end before."""
     for child in psutil.Process().children(recursive=True):
         child.send_signal(signal.SIGINT)
-    timer = threading.Timer(
-        0.2, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)
-    )
-    timer.start()
+    main, was_raised = threading.main_thread().ident or 0, threading.Event()
+
+    def interrupt() -> None:
+        while not pool._scheduler._waiters:
+            time.sleep(2e-3)
+        signal.pthread_kill(main, signal.SIGINT)
+        # it came when the thread was about to block: Python looks again at the next signal only
+        if not was_raised.wait(10):
+            signal.pthread_kill(main, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
     begin = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
+        thread.start()
         work()
+    was_raised.set()
     assert time.monotonic() - begin < 50
-    timer.join()
+    thread.join()
 
 
 def test_after_close(fork_server: mpgrad.Pool) -> None:
@@ -552,7 +557,9 @@ def test_a_fault_of_our_own_breaks_the_pool(
         total = sum(pool.map(lambda k: (weight * k).sum(), range(4)))
         monkeypatch.setattr(*place, faulty)
         if place[0] in (Recovery, WorkerSupervisor):
-            os.kill(pool.stats().workers[0].pid, signal.SIGKILL)
+            # one that the backward needs
+            victim = max(pool.stats().workers, key=lambda worker: worker.graphs)
+            os.kill(victim.pid, signal.SIGKILL)
         with pytest.raises(mpgrad.InternalError, match="NameError: a misspelt name"):
             pool.map(abs, [-1])
             total.backward()  # type: ignore[union-attr]

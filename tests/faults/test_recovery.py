@@ -9,6 +9,7 @@ import gc
 import logging
 import os
 import pickle
+import select
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from conftest import (
     PATIENCE,
     every_loss_gets,
     first_are_quick,
+    limit_only_what_hangs,
     linux_only,
     replace_all,
     said_by,
@@ -34,6 +36,8 @@ from conftest import (
 
 import mpgrad
 from mpgrad.calls.packing import PackedCall
+from mpgrad.machine.queue import CallQueue
+from mpgrad.scheduling.supervisor import WorkerSupervisor
 from mpgrad.system import PORTABLE
 from mpgrad.testing import assert_same_as_serial
 
@@ -87,7 +91,7 @@ def kill_all(pool: mpgrad.Pool) -> None:
     for pid in victims:
         os.kill(pid, signal.SIGKILL)
     assert pool._scheduler.wait_until(
-        lambda: pool.stats().deaths >= deaths + len(victims), timeout=10
+        lambda: pool.stats().deaths >= deaths + len(victims), timeout=PATIENCE
     )
 
 
@@ -231,7 +235,7 @@ def test_a_sum_that_is_lost_before_it_is_collected(
         # once: the sum of the other worker is asked for as well
         if len(backwards) == 8 and not fresh_pool.stats().deaths:
             assert scheduler.wait_until(
-                lambda: all(backward.arrived for backward in backwards), timeout=10
+                lambda: all(backward.arrived for backward in backwards), timeout=PATIENCE
             )
             kill_all(fresh_pool)
         request(*arguments)
@@ -270,7 +274,7 @@ def test_a_worker_that_dies_while_gradients_are_made_ready_for_it(
                 os.kill(worker.pid, signal.SIGKILL)
                 for pid in pids - {worker.pid}:
                     os.kill(pid, signal.SIGCONT)
-                rehomed.append(scheduler.wait_until(lambda: graph.worker is not worker, 10))
+                rehomed.append(scheduler.wait_until(lambda: graph.worker is not worker, PATIENCE))
             return pack(parts, worker)
 
         steps = penalized(functools.partial(pool.map, chunksize=1), items())
@@ -293,19 +297,24 @@ def test_a_worker_that_is_stopped_with_a_sum(
     """It has answered every call, and hangs when it is to hand over what it added up: that may time
     out too."""
     weight = torch.ones(4, dtype=torch.float64, requires_grad=True)
-    with mpgrad.Pool(2, timeout=1) as pool:
+    stopped: list[int] = []
+    with (
+        mpgrad.Pool(2, timeout=1) as pool,
+        limit_only_what_hangs(pool, lambda: len(stopped)),
+    ):
         results = pool.map(lambda x: x * weight, items(8), 1)
         scheduler: Any = pool._scheduler
         request = scheduler.gradients.request_sum
-        victims = workers_of(pool)
 
-        def after_a_stop(*arguments: Any) -> Any:
-            if victims:
-                os.kill(victims.pop(), signal.SIGSTOP)
-            return request(*arguments)
+        def after_a_stop(asked: Any) -> Any:
+            if len(stopped) < 2:
+                stopped.append(asked.worker.pid)
+                os.kill(asked.worker.pid, signal.SIGSTOP)
+            return request(asked)
 
         monkeypatch.setattr(scheduler.gradients, "request_sum", after_a_stop)
         sum(y.sum() for y in results).backward()
+        assert pool.stats().kills == len(stopped) > 0
     torch.testing.assert_close(
         weight.grad, sum(x.detach() for x in items(8)), rtol=1e-14, atol=1e-14
     )
@@ -407,6 +416,28 @@ def test_a_call_that_kills_every_worker_fails(
     assert isinstance(found.pop(7), mpgrad.WorkerDiedError) and found == [*range(7), *range(8, 20)]
 
 
+@linux_only("the fork server")
+def test_an_exit_that_was_reported_while_nobody_looked(
+    fork_server: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Symptom: the error did not say how the worker had died. Cause: the pool's thread was late,
+    and gave up an exit whose report lay in the pipe."""
+    lose = WorkerSupervisor.lose
+
+    def then_stand_still(supervisor: Any, worker: Any, *arguments: Any) -> None:
+        lose(supervisor, worker, *arguments)
+        if supervisor._ending:
+            control = supervisor._engine.launcher._fork_server._control
+            assert select.select([control], [], [], PATIENCE)[0]
+
+    monkeypatch.setattr(WorkerSupervisor, "lose", then_stand_still)
+    monkeypatch.setattr("mpgrad.scheduling.supervisor.EXIT_PATIENCE", 0.0)
+    with mpgrad.Pool(1, retries=0) as pool:
+        for _ in range(5):  # the exit may be known at once
+            with pytest.raises(mpgrad.WorkerDiedError, match="was killed by SIGKILL"):
+                pool.apply(killed)
+
+
 @pytest.mark.slow
 def test_the_likely_cause_is_named(
     fresh_pool: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
@@ -466,7 +497,10 @@ def test_a_call_that_hangs_once(fork_server: mpgrad.Pool, tmp_path: Path) -> Non
             time.sleep(60)
         return k * k
 
-    with mpgrad.Pool(2, timeout=1, timeout_retries=1) as pool:
+    with (
+        mpgrad.Pool(2, timeout=1, timeout_retries=1) as pool,
+        limit_only_what_hangs(pool, begun.exists),
+    ):
         begin = time.monotonic()
         assert pool.map(fn, range(12)) == [k * k for k in range(12)]
         assert 1 < time.monotonic() - begin < 50
@@ -476,17 +510,24 @@ def test_a_call_that_hangs_once(fork_server: mpgrad.Pool, tmp_path: Path) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_a_call_that_always_hangs(
-    fork_server: mpgrad.Pool, phase: str, caplog: pytest.LogCaptureFixture
+    fork_server: mpgrad.Pool, tmp_path: Path, phase: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "mpgrad")
 
+    def hangs() -> None:
+        (tmp_path / f"{os.getpid()}").touch()
+        time.sleep(60)
+
     def fn(x: Tensor) -> Tensor:
         if x[-1] == 2 and phase == "forward":
-            time.sleep(60)
-        return Around.apply(x, (lambda: time.sleep(60)) if x[-1] == 2 else int)
+            hangs()
+        return Around.apply(x, hangs if x[-1] == 2 else int)
 
     xs = items(4)
-    with mpgrad.Pool(2, timeout_retries=1) as pool:
+    with (
+        mpgrad.Pool(2, timeout_retries=1) as pool,
+        limit_only_what_hangs(pool, lambda: len(list(tmp_path.iterdir()))),
+    ):
         begin = time.monotonic()
         message = (
             rf"item 2 of fn ran longer than the time limit of a call \(1.0 s, phase: {phase}\), "
@@ -507,14 +548,18 @@ def test_a_call_that_always_hangs(
 
 
 def test_without_retries_a_hang_takes_the_graphs_of_its_worker_along(
-    fork_server: mpgrad.Pool,
+    fork_server: mpgrad.Pool, tmp_path: Path
 ) -> None:
     """The error said "killed by SIGUSR2", and not why."""
-    weight = torch.ones(2, requires_grad=True)
-    with mpgrad.Pool(1, retries=0) as pool:
+    weight, begun = torch.ones(2, requires_grad=True), tmp_path / "begun"
+    with mpgrad.Pool(1, retries=0) as pool, limit_only_what_hangs(pool, begun.exists):
         pool.map(abs, [-1])
         done, late = pool.map(
-            lambda k: (time.sleep(60 * k), weight * k)[1], [0, 1], 1, timeout=0.3, on_error="return"
+            lambda k: (k and (begun.touch(), time.sleep(60)), weight * k)[1],
+            [0, 1],
+            1,
+            timeout=0.3,
+            on_error="return",
         )
         assert isinstance(late, mpgrad.CallTimeoutError)
         message = (
@@ -527,19 +572,29 @@ def test_without_retries_a_hang_takes_the_graphs_of_its_worker_along(
 
 @pytest.mark.slow
 def test_a_stopped_worker(fork_server: mpgrad.Pool) -> None:
-    with mpgrad.Pool(2, timeout=1) as pool:
+    stopped: list[int] = []
+    with (
+        mpgrad.Pool(2, timeout=1) as pool,
+        limit_only_what_hangs(pool, lambda: len(stopped)),
+    ):
         assert pool.map(abs, range(4)) == list(range(4))
         victim = workers_of(pool)[0]
         os.kill(victim, signal.SIGSTOP)
+        stopped.append(victim)
         assert pool.map(abs, range(40), 1) == list(range(40))
         assert victim not in workers_of(pool)
 
 
 @pytest.mark.slow
 def test_a_timeout_is_that_of_a_call_and_not_of_a_chunk(fork_server: mpgrad.Pool) -> None:
-    with mpgrad.Pool(1, timeout=1.5) as pool:
-        assert pool.map(time.sleep, [0.2] * 12, 12) == [None] * 12
-        assert pool.stats().deaths == 0
+    with mpgrad.Pool(1, timeout=1.5, timeout_retries=12) as pool:
+        for _ in range(5):  # a call may take too long where a busy machine stands still
+            deaths = pool.stats().deaths
+            assert pool.map(time.sleep, [0.2] * 12, 12) == [None] * 12
+            if pool.stats().deaths == deaths:
+                break
+        else:
+            pytest.fail("each time, a worker was killed for a chunk that took too long")
 
 
 # --- errors in the place of results
@@ -585,16 +640,30 @@ def test_errors_are_returned_where_asked_for(pool: mpgrad.Pool) -> None:
 
 
 def test_the_rest_of_a_running_chunk_is_left_out(pool2: mpgrad.Pool, tmp_path: Path) -> None:
+    folder, other, go = tmp_path / "begun", tmp_path / "other", tmp_path / "go"
+    folder.mkdir()
+
+    def until(file: Path) -> None:
+        while not file.exists():
+            time.sleep(1e-3)
+
     def fn(k: int) -> None:
         if k == 0:
+            until(other)  # the other chunk runs
             raise ValueError("first")
-        time.sleep(0.05)
-        (tmp_path / str(k)).touch()
+        (folder / str(k)).touch()
+        other.touch()
+        until(go)
 
     with pytest.raises(ValueError, match="first"):
         pool2.map(fn, range(100), 50)
+    heard = threading.Event()
+    pool2._scheduler.post(lambda now: heard.set())
+    assert heard.wait(PATIENCE)
+    go.touch()
     assert pool2.apply(abs, (-1,)) == 1 and pool2.map(abs, [1, 2], 1) == [1, 2]
-    assert len(list(tmp_path.iterdir())) < 10
+    # the first of the other chunk, and perhaps the second of this one
+    assert len(list(folder.iterdir())) <= 2
 
 
 # --- graphs that are not kept
@@ -631,7 +700,7 @@ def test_recomputing_runs_the_function_again_and_keeps_nothing(
     fork_server: mpgrad.Pool, tmp_path: Path
 ) -> None:
     def fn(x: Tensor) -> Tensor:
-        (tmp_path / f"{time.monotonic_ns()}").touch()
+        (tmp_path / f"{os.getpid()} {time.monotonic_ns()}").touch()
         return torch.nn.functional.dropout(x, 0.5) * 1.0
 
     xs = [torch.ones(50, requires_grad=True) for _ in range(4)]
@@ -664,7 +733,9 @@ def test_graphs_stay_within_their_memory(fork_server: mpgrad.Pool) -> None:
         before = [worker.resident_bytes for worker in pool.stats().workers]
         results = pool.map(fn, xs)
         stats = pool.stats()
-        assert all(0.5 * limit < worker.graph_bytes <= limit for worker in stats.workers)
+        # one of the workers may have come to few items
+        assert all(worker.graph_bytes <= limit for worker in stats.workers)
+        assert max(worker.graph_bytes for worker in stats.workers) > 0.5 * limit
         assert 2 <= sum(worker.graphs for worker in stats.workers) <= 6
         sum(results).backward()
         after = [worker.resident_bytes for worker in pool.stats().workers]
@@ -685,7 +756,7 @@ def test_a_released_graph_takes_its_input_with_it(fork_server: mpgrad.Pool) -> N
             y.backward()
             del y
             x.grad = None  # it lies in the worker's memory
-            deadline = time.monotonic() + 5
+            deadline = time.monotonic() + PATIENCE
             # until the worker has given it back, along with some answer
             while pool.stats().shared_bytes >= 4_000_000:
                 assert time.monotonic() < deadline
@@ -742,7 +813,7 @@ def test_workers_whose_graphs_are_only_missing_may_end(fork_server: mpgrad.Pool)
     with mpgrad.Pool(2, graphs="recompute", maxtasksperchild=1) as pool:
         results = pool.map(lambda x: x**2, xs, 1)
         pool.map(abs, range(4), 1)
-        assert pool._scheduler.wait_until(lambda: len(pool.stats().workers) <= 2, timeout=10)
+        assert pool._scheduler.wait_until(lambda: len(pool.stats().workers) <= 2, timeout=PATIENCE)
         sum(y.sum() for y in results).backward()
     assert all(torch.equal(x.grad, 2 * x.detach()) for x in xs)
 
@@ -758,7 +829,7 @@ def test_workers_that_have_done_enough_hand_over_what_they_have_added_up(
         sum(y.sum() for y in results).backward()
         assert pool.stats().reruns == 0
         assert pool._scheduler.wait_until(
-            lambda: not any(each.retiring for each in pool.stats().workers), timeout=10
+            lambda: not any(each.retiring for each in pool.stats().workers), timeout=PATIENCE
         )
     torch.testing.assert_close(weight.grad, sum(x.detach() for x in xs), rtol=1e-14, atol=1e-14)
 
@@ -781,9 +852,9 @@ def test_sums_that_nobody_collects(fork_server: mpgrad.Pool) -> None:
             results += pool.map(times, [inner])
             with pytest.raises(LookupError):
                 results[-1].sum().backward()
-        assert pool._scheduler.wait_until(lambda: len(pool.stats().workers) <= 3, timeout=10), (
-            pool.stats()
-        )
+        assert pool._scheduler.wait_until(
+            lambda: len(pool.stats().workers) <= 3, timeout=PATIENCE
+        ), pool.stats()
         assert weight.grad is None
 
 
@@ -860,10 +931,15 @@ def run_threads_under_fire(pool: mpgrad.Pool) -> None:
     threads = [threading.Thread(target=use, args=(seed,)) for seed in range(1, 5)]
     for thread in threads:
         thread.start()
+    shot_at = -1
     while any(thread.is_alive() for thread in threads):
-        for pid in workers_of(pool)[:1]:
-            with contextlib.suppress(ProcessLookupError):  # it has ended already
-                os.kill(pid, signal.SIGKILL)
+        # only after a round, because on a busy machine a worker may need longer to start than the
+        # time between two shots
+        if len(rounds) > shot_at:
+            shot_at = len(rounds)
+            for pid in workers_of(pool)[:1]:
+                with contextlib.suppress(ProcessLookupError):  # it has ended already
+                    os.kill(pid, signal.SIGKILL)
         stop.wait(BETWEEN_SHOTS)
     for thread in threads:
         thread.join()
@@ -916,7 +992,9 @@ def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], match:
         mpgrad.Pool(1, **arguments)
 
 
-def test_calls_go_back_to_the_queue_in_their_order(fork_server: mpgrad.Pool) -> None:
+def test_calls_go_back_to_the_queue_in_their_order(
+    fork_server: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # symptom: a hang. cause: two chunks of a dead worker were put back one before the other, and a
     # failure in the later one then dropped calls of the earlier one that were still wanted.
     def fn(k: int) -> int:
@@ -924,12 +1002,17 @@ def test_calls_go_back_to_the_queue_in_their_order(fork_server: mpgrad.Pool) -> 
             raise LookupError(k)
         return k
 
+    monkeypatch.setattr(CallQueue, "_had_better_wait", lambda *_: False)
     with mpgrad.Pool(1) as pool:
-        pid = pool.apply(os.getpid)
-        os.kill(pid, signal.SIGSTOP)
+        pool.map(fn, [0])
+        (worker,) = pool._scheduler.workers.values()
+        os.kill(worker.pid, signal.SIGSTOP)
         result = pool.map_async(fn, range(6), 4)
-        time.sleep(0.3)  # both chunks are in the pipe of the stopped worker
-        os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + PATIENCE
+        while len(worker.under_way.chunks) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(1e-3)
+        os.kill(worker.pid, signal.SIGKILL)
         with pytest.raises(LookupError):
             result.get(20)
 
@@ -988,7 +1071,13 @@ def test_without_retries_nothing_runs_twice(fork_server: mpgrad.Pool) -> None:
 
     items = [torch.zeros(20_000) for _ in range(4)]
     items[2][1] = 7
-    with mpgrad.Pool(1, retries=0) as pool:
+
+    def answers_at_the_end() -> None:
+        from mpgrad.workers import early
+
+        early.PATIENCE = early.PATIENCE_TOGETHER = 600.0
+
+    with mpgrad.Pool(1, answers_at_the_end, retries=0) as pool:
         found = pool.map(adds, items, chunksize=4, on_error="return")
     assert [type(each) for each in found] == [mpgrad.WorkerDiedError] * 3 + [float]
     assert found[3] == 1.0 and all(each.item == 2 for each in found[:3])
@@ -1029,7 +1118,7 @@ def test_a_call_that_needs_no_gradient_when_it_is_run_again(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("timeout", [None, 1.0])
+@pytest.mark.parametrize("timeout", [None, PATIENCE])
 def test_a_worker_that_dies_and_leaves_a_child(
     fork_server: mpgrad.Pool, tmp_path: Path, timeout: float | None
 ) -> None:
@@ -1093,7 +1182,11 @@ def test_memory_of_dead_workers_in_a_survivor(fresh_pool: mpgrad.Pool) -> None:
 
     staffed(fresh_pool).map(slowly, [torch.ones(3)] * 4)
     survivor = min(worker.pid for worker in fresh_pool.stats().workers)
-    counts = []
+    counts: list[int] = []
+
+    def open_files() -> int:
+        return len(os.listdir(f"/proc/{survivor}/fd"))
+
     for _ in range(8):
         results = fresh_pool.map(lambda x: x + 1, [torch.ones(300_000)] * 4, chunksize=1)
         others = {worker.pid for worker in fresh_pool.stats().workers} - {survivor}
@@ -1107,8 +1200,12 @@ def test_memory_of_dead_workers_in_a_survivor(fresh_pool: mpgrad.Pool) -> None:
         fresh_pool.map(slowly, results, chunksize=1)
         del results
         fresh_pool.map(slowly, [torch.ones(3)] * 4, chunksize=1)
-        counts.append(len(os.listdir(f"/proc/{survivor}/fd")))
-    assert counts[-1] <= counts[2] + 1, counts
+        counts.append(open_files())
+    # the survivor learns with its next call what is gone, and may not have had one
+    deadline = time.monotonic() + PATIENCE
+    while open_files() > counts[2] + 1:
+        assert time.monotonic() < deadline, [*counts, open_files()]
+        fresh_pool.map(slowly, [torch.ones(3)] * 4, chunksize=1)
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ from mpgrad.functions import (
 
 pytestmark = pytest.mark.quick
 
-PATIENCE = 10.0  # seconds after which a rendezvous that nobody joins fails
+PATIENCE = 30.0  # seconds after which a rendezvous that nobody joins fails
 
 
 @pytest.fixture(params=["threads", "pool"])

@@ -204,7 +204,7 @@ def test_a_large_array_is_copied_once(a_pool: mpgrad.Pool, is_constant: bool) ->
         assert a_pool.map(last, [1.0, 2.0]) == [1.0, 2.0]
     assert arena.bytes_in_use < 2 * table.nbytes
     before = arena.bytes_in_use
-    assert a_pool.map(last, [1.0, 2.0]) == [1.0, 2.0] and arena.bytes_in_use == before
+    assert a_pool.map(last, [1.0, 2.0]) == [1.0, 2.0] and arena.bytes_in_use <= before
     if not is_constant:
         table[-1] = 3.0
         assert a_pool.map(last, [1.0, 2.0]) == [3.0, 6.0]

@@ -106,9 +106,12 @@ def test_a_torch_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv(
         "PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     )
-    (finding,) = tried([sys.executable, "-m", "mpgrad.doctor"], 3.0)
+    for limit in (3.0, 30.0):  # a slow machine may not have come to the import after 3 s
+        (finding,) = tried([sys.executable, "-m", "mpgrad.doctor"], limit)
+        if finding.name == "torch":
+            break
     assert finding.name == "torch" and finding.fatal and "install PyTorch again" in finding.remedy
-    assert finding.problem == "importing torch had not ended after 3 s, and was killed"
+    assert finding.problem == f"importing torch had not ended after {limit:g} s, and was killed"
 
 
 BROKEN = """
