@@ -28,8 +28,9 @@ from mpgrad.scheduling.admissions import Admissions
 from mpgrad.scheduling.deliveries import Deliveries
 from mpgrad.scheduling.lifecycle import Driver
 from mpgrad.scheduling.receiving import Receiver
+from mpgrad.scheduling.settings import Settings
 from mpgrad.scheduling.supervisor import WorkerSupervisor
-from mpgrad.scheduling.worker_handle import Settings, Termination, WorkerHandle
+from mpgrad.scheduling.worker_handle import Termination, WorkerHandle
 from mpgrad.wire.messages import TRACEBACK_SIGNAL
 
 __all__ = [

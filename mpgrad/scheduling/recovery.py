@@ -37,10 +37,11 @@ from mpgrad.machine.story import (
     DIED_AT,
     LOST,
 )
-from mpgrad.scheduling.chunk_writer import Chunk
+from mpgrad.machine.under_way import Chunk
 from mpgrad.scheduling.known_functions import KnownFunctions
 from mpgrad.scheduling.lifecycle import Lifecycle
-from mpgrad.scheduling.worker_handle import Settings, WorkerHandle
+from mpgrad.scheduling.settings import Settings
+from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.system import kills_for_memory
 
 __all__ = ["Recovery"]

@@ -52,9 +52,10 @@ from mpgrad.scheduling.known_functions import KnownFunctions
 from mpgrad.scheduling.lifecycle import Lifecycle, Order, Phase, Settlement
 from mpgrad.scheduling.receiving import Receiver
 from mpgrad.scheduling.recovery import Recovery
+from mpgrad.scheduling.settings import Settings
 from mpgrad.scheduling.supervisor import WorkerSupervisor
 from mpgrad.scheduling.tracer import Tracer
-from mpgrad.scheduling.worker_handle import Settings, WorkerHandle
+from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.stats import PoolStats, WorkerStats
 from mpgrad.timeline import Trace
 from mpgrad.torch_state.modes import ModeCheck
@@ -545,8 +546,8 @@ class Scheduler(ABC):
             )
         finally:
             try:
-                for chunk in chunks:
-                    chunk.fail_backwards(error_maker(reason))
+                for item in itertools.chain(*(chunk.from_backlog for chunk in chunks)):
+                    item.settle(error_maker(reason))
                 for worker in gone:
                     self.supervisor.requeue(worker, self.clock())
             finally:

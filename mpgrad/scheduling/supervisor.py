@@ -27,13 +27,14 @@ from mpgrad.engines.kinds import Engine
 from mpgrad.environment import current_environment, preparation
 from mpgrad.errors import PoolClosedError, WorkerDiedError
 from mpgrad.machine.queue import CallQueue
+from mpgrad.machine.under_way import Chunk
 from mpgrad.scheduling.caller_memory import CallerMemory
-from mpgrad.scheduling.chunk_writer import Chunk
 from mpgrad.scheduling.deliveries import Deliveries
 from mpgrad.scheduling.gradients import GradientSender
 from mpgrad.scheduling.lifecycle import Driver, Lifecycle, Phase
 from mpgrad.scheduling.recovery import Recovery
-from mpgrad.scheduling.worker_handle import Settings, WorkerHandle
+from mpgrad.scheduling.settings import Settings
+from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.wire.messages import Start, Stop
 
 __all__ = ["WorkerSupervisor"]
