@@ -11,13 +11,13 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Container
-from typing import NamedTuple
 
 from mpgrad.autograd.remote_graph import Backward
 from mpgrad.calls.backwards import error_maker
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import PackedCall
 from mpgrad.engines.kinds import WorkerLink
+from mpgrad.machine.deaths import Termination
 from mpgrad.machine.ledger import CANCEL, TAKE, GraphLedger, SumLedger
 from mpgrad.machine.queue import Backlog
 from mpgrad.machine.story import BACKWARD_SENT
@@ -38,14 +38,7 @@ from mpgrad.wire.messages import (
 from mpgrad.wire.pipe import UnreadableFrame, read_crash_traceback
 from mpgrad.wire.tensor_refs import Payload
 
-__all__ = ["AgentProgressRecord", "SharedProgressRecord", "Termination", "WorkerHandle"]
-
-
-class Termination(NamedTuple):
-    """The moment by which a worker has to end, because its running call is overdue."""
-
-    moment: float  # on the clock of time.monotonic
-    begun: tuple[int, float]  # see `SentChunks.begun`
+__all__ = ["AgentProgressRecord", "SharedProgressRecord", "WorkerHandle"]
 
 
 class WorkerHandle:

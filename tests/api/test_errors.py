@@ -24,7 +24,7 @@ import pytest
 import torch
 
 import mpgrad
-from mpgrad.scheduling import cancelling
+from mpgrad.machine import deaths
 from mpgrad.tracebacks import OWN_FOLDER, shown
 from mpgrad.wire.messages import TRACEBACK_SIGNAL
 
@@ -463,7 +463,7 @@ def test_a_call_that_ends_just_in_time_is_not_blamed(
             time.sleep(60)
         return 2
 
-    monkeypatch.setattr(cancelling, "TRACEBACK_PATIENCE", 1.0)
+    monkeypatch.setattr(deaths, "TRACEBACK_PATIENCE", 1.0)
     with mpgrad.Pool(1, retries=0) as pool:
         pool.apply(be_deaf)
         assert pool.map(ends_too_late, [1], timeout=0.1) == [1]

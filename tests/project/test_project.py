@@ -352,7 +352,7 @@ ORDINARY = """
     descriptor device dispatcher driver entry environment error exception executor exit failure
     feeder filler filter finder finding fingerprint fold follower fork forward frame function
     generator handle handler hello hook identity initializer input iterator jacobian job kind
-    launcher layout level lifecycle link listener location logger lookup loopback map mapping
+    launcher layout level lifecycle limit link listener location logger lookup loopback map mapping
     mean memory merge method mode module monitor name namespace number option origin outcome
     outlet output overlay packer part path payload phase pickle pickler pipe place plan
     prediction predictor process product program promise queue receiver recovery reduction ref

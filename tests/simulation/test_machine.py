@@ -20,7 +20,7 @@ MOST_FILES, MOST_LINES = 8, 500
 # imports the modules behind a stub of the package, and prints what they brought
 ALONE = """
 import __future__, collections, dataclasses, enum, functools, heapq, itertools, math
-import sys, types, typing
+import sys, types, typing, weakref
 sys.modules["torch"] = None
 stub = sys.modules["mpgrad"] = types.ModuleType("mpgrad")
 stub.__path__ = [sys.argv[1]]
