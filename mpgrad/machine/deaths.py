@@ -36,9 +36,12 @@ from mpgrad.machine.story import DIED_AT, DIED_BEFORE, OVERDUE
 __all__ = [
     "IDLE_DEATHS",
     "Deadlines",
+    "Death",
     "Limits",
     "Step",
     "Termination",
+    "Verdict",
+    "death_of",
     "failing",
     "judged",
     "successor",
@@ -200,36 +203,73 @@ class Deadlines:
 # --- what follows from a death
 
 
-def judged(
-    accused: Any,
-    has_begun: bool,
-    is_overdue: bool,
-    is_lost: bool,
-    retries: int,
-    timeout_retries: int,
-) -> tuple[str, bool]:
-    """Count the death against the accused call. Return the words for its story, and whether it
-    fails. If it does not fail, it runs again.
+class Death(NamedTuple):
+    """Where a worker was when it was lost."""
 
-    `is_overdue` is true if the call took too long, and `is_lost` if its graph cannot be rebuilt.
+    # The worker was at the first of these, and had not begun the others.
+    chunks: list[Any]
+    # the position of the running call in the first chunk; -1 if none ran
+    position: int
+    # the place of the running item in its bundle
+    offset: int
+    # whether a call may be the reason
+    blames: bool
+
+
+class Verdict(NamedTuple):
+    """The call or backward that is blamed for a death. If it does not fail, it runs again."""
+
+    accused: Any
+    is_overdue: bool
+    fails: bool
+
+
+def death_of(worker: Any, blames: bool) -> Death:
+    """Return where the worker was. Note if it did not end because of its overdue call."""
+    under_way = worker.under_way
+    position, since = under_way.begun()
+    if worker.link.lost:
+        worker.overdue = None
+    elif worker.termination is not None and worker.termination.begun[1] != since:
+        # The overdue call ended at that moment.
+        worker.overdue, blames = None, False
+    return Death(list(under_way.chunks.values()), position, under_way.offset, blames)
+
+
+def judged(
+    worker: Any, death: Death, retries: int, timeout_retries: int, now: float
+) -> Verdict | None:
+    """Count the death against the running call, or else the next one.
+
+    Return None if that call had been taken back: the worker had only looked whether it should
+    begin.
     """
+    place, has_begun = max(death.position, 0), death.position >= 0
+    parts = death.chunks[0].parts
+    if place >= len(parts):
+        return None
+    accused, is_overdue = parts[place], has_begun and worker.overdue is not None
     if not has_begun:
         accused.idle_deaths += 1
-        return DIED_BEFORE, accused.idle_deaths > max(retries, IDLE_DEATHS)
-    if is_overdue:
+        words, fails = DIED_BEFORE, accused.idle_deaths > max(retries, IDLE_DEATHS)
+    elif is_overdue:
         accused.timeouts += 1
-        return OVERDUE, accused.timeouts > timeout_retries or is_lost
-    accused.deaths += 1
-    return DIED_AT, accused.deaths > retries
+        words, fails = OVERDUE, accused.timeouts > timeout_retries or accused.has_lost_graph
+    else:
+        accused.deaths += 1
+        words, fails = DIED_AT, accused.deaths > retries
+    accused.note((now, words, worker.number))
+    return Verdict(accused, is_overdue, fails)
 
 
-def failing(place: int, fails: bool, has_begun: bool, retries: int) -> slice:
-    """Return which parts of the chunk fail if the part at this place is accused.
+def failing(death: Death, fails: bool, retries: int) -> slice:
+    """Return which parts of the first chunk fail if the accused one does, or does not.
 
     Without retries, the parts before it also fail. They had run, but their inputs may have been
     written to.
     """
-    return slice(0 if retries == 0 and has_begun else place, place + fails)
+    place = max(death.position, 0)
+    return slice(0 if retries == 0 and death.position >= 0 else place, place + fails)
 
 
 def successor(workers: Iterable[Any], device: int) -> Any:

@@ -67,6 +67,11 @@ class Chunk:
         """The backwards, or the request: what came from the worker's backlog."""
         return self.backwards if self.request is None else [self.request]
 
+    @property
+    def parts(self) -> list[Any]:
+        """The calls, or the backwards."""
+        return [call for _, call in self.calls] or self.backwards
+
     def wanted(self) -> list[bool]:
         """Return for each call or backward whether it is still needed."""
         if self.operation is not None:
@@ -343,7 +348,7 @@ class SentChunks:
     def give_grace(self, now: float) -> None:
         """Begin a grace period for the worker's running call."""
         self.grace_ends = now + GRACE_PERIOD
-        if self.progress is not None and self.progress.is_far:
+        if self.progress is not None:
             self.progress.follow(2 * GRACE_PERIOD)
 
 

@@ -33,7 +33,7 @@ from mpgrad.scheduling.known_functions import KnownFunctions
 from mpgrad.scheduling.lifecycle import Lifecycle
 from mpgrad.scheduling.settings import Settings
 from mpgrad.scheduling.supervisor import WorkerSupervisor
-from mpgrad.scheduling.worker_handle import AgentProgressRecord, SharedProgressRecord, WorkerHandle
+from mpgrad.scheduling.worker_handle import WatchedProgressRecord, WorkerHandle
 from mpgrad.system import OwnedDescriptor
 from mpgrad.wire.agent_messages import CrashTraceback, ProgressRecord
 from mpgrad.wire.frames import Frame
@@ -220,10 +220,10 @@ class Receiver:
             with contextlib.suppress(SharedMemoryError):
                 memory = self._memory.foreign_slabs.slab(slab_of(message.progress_record)).memory
                 offset = message.progress_record & OFFSET_MASK
-                record = memory[offset : offset + 8 * ProgressRecord.COUNT].cast("q")
-                worker.under_way.progress = SharedProgressRecord(record)
+                numbers = memory[offset : offset + 8 * ProgressRecord.COUNT].cast("q")
+                worker.under_way.progress = WatchedProgressRecord(numbers)
         elif (copy := worker.link.progress_record) is not None:
-            worker.under_way.progress = AgentProgressRecord(worker.link, copy)
+            worker.under_way.progress = WatchedProgressRecord(copy, worker.link)
         worker.pid = message.pid
         worker.ready_at = now
         worker.ready = True

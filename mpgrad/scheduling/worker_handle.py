@@ -38,7 +38,7 @@ from mpgrad.wire.messages import (
 from mpgrad.wire.pipe import UnreadableFrame, read_crash_traceback
 from mpgrad.wire.tensor_refs import Payload
 
-__all__ = ["AgentProgressRecord", "SharedProgressRecord", "WorkerHandle"]
+__all__ = ["WatchedProgressRecord", "WorkerHandle"]
 
 
 class WorkerHandle:
@@ -305,39 +305,41 @@ class WorkerHandle:
 # --- how far it is
 
 
-class SharedProgressRecord:
+class WatchedProgressRecord:
     """Reads a worker's progress record, and writes there which chunks the worker is to skip (see
     `machine.under_way`)."""
 
-    is_far = False
-
-    def __init__(self, record: memoryview) -> None:
+    def __init__(self, numbers: memoryview, link: WorkerLink | None = None) -> None:
+        """Take a copy of the numbers and the `link` to a node agent, if the caller cannot read the
+        record itself."""
         # of int64, see `ProgressRecord`
-        self._record = record
+        self._numbers = numbers
+        self._link = link
+        self.is_far = link is not None
 
     def at(self) -> tuple[int, int] | None:
         """Return the chunk and the position of the call that was noted last.
 
         Return None while the worker goes on to another chunk.
         """
-        record = self._record
-        chunk = record[ProgressRecord.CHUNK]
+        numbers = self._numbers
+        chunk = numbers[ProgressRecord.CHUNK]
         in_order()
-        position = record[ProgressRecord.POSITION]
+        position = numbers[ProgressRecord.POSITION]
         in_order()
-        is_between = chunk == ProgressRecord.BETWEEN or chunk != record[ProgressRecord.CHUNK]
+        is_between = chunk == ProgressRecord.BETWEEN or chunk != numbers[ProgressRecord.CHUNK]
         return None if is_between else (chunk, position)
 
     @property
     def started(self) -> float | None:
         """When that call began, on the clock of time.monotonic; None while the worker loads a
         function."""
-        started = self._record[ProgressRecord.STARTED]
+        started = self._numbers[ProgressRecord.STARTED]
         return None if started == ProgressRecord.LOADING else started / 1e9
 
     @property
     def offset(self) -> int:
-        return self._record[ProgressRecord.OFFSET]
+        return self._numbers[ProgressRecord.OFFSET]
 
     def skip(self, number: int, under_way: Container[int]) -> bool:
         """Write that the chunk is skipped, and return whether this is new.
@@ -347,34 +349,25 @@ class SharedProgressRecord:
         caller's own process there may be more chunks than places.
         """
         places = range(ProgressRecord.SKIPPED, ProgressRecord.COUNT)
-        free = [place for place in places if self._record[place] not in under_way]
-        if not free or any(self._record[place] == number for place in places):
+        free = [place for place in places if self._numbers[place] not in under_way]
+        if not free or any(self._numbers[place] == number for place in places):
             return False
-        self._write(free[0], number)
+        self._numbers[free[0]] = number
+        if self._link is not None:
+            self._link.skip(free[0], number)
         return True
 
-    def _write(self, place: int, number: int) -> None:
-        self._record[place] = number
-
-
-class AgentProgressRecord(SharedProgressRecord):
-    """Does this through a node agent, which has the record."""
-
-    is_far = True
-
-    def __init__(self, link: WorkerLink, copy: memoryview) -> None:
-        super().__init__(copy)
-        self._link = link
-        self.follow = link.follow
-
-    def _write(self, place: int, number: int) -> None:
-        super()._write(place, number)
-        self._link.skip(place, number)
-
     def skipped(self) -> Container[int]:
-        """Return the chunks that the agent has skipped.
+        """Return the chunks that the node agent has skipped.
 
         A worker answers a chunk before it checks whether the next one is skipped.
         """
         # The worker may have answered its first chunk.
-        return () if self._link.has_more() else self._link.skipped.values()
+        if self._link is None or self._link.has_more():
+            return ()
+        return self._link.skipped.values()
+
+    def follow(self, seconds: float) -> None:
+        """Have the node agent report where the worker is, for this number of seconds."""
+        if self._link is not None:
+            self._link.follow(seconds)

@@ -22,10 +22,11 @@ from conftest import first_are_quick, staffed
 import mpgrad
 from mpgrad.calls import operations
 from mpgrad.calls.packing import pickled_function
+from mpgrad.machine.deaths import Death
 from mpgrad.machine.policy import MOST_BUNDLED, NEAR
 from mpgrad.machine.queue import SORTED, CallQueue
 from mpgrad.machine.under_way import Chunk, SentChunks
-from mpgrad.scheduling.worker_handle import SharedProgressRecord
+from mpgrad.scheduling.worker_handle import WatchedProgressRecord
 from mpgrad.wire.agent_messages import ProgressRecord, in_order
 from mpgrad.workers.run import ProgressWriter
 
@@ -396,7 +397,7 @@ def test_where_a_worker_is_does_not_depend_on_the_machine(monkeypatch: pytest.Mo
     ProgressWriter.begin(progress, 7, 3)
     assert did[-5:] == [(0, ProgressRecord.BETWEEN), "in order", (1, 3), "in order", (0, 7)]
     under_way: Any = SentChunks()
-    under_way.progress = SharedProgressRecord(progress._numbers)
+    under_way.progress = WatchedProgressRecord(progress._numbers)
     did.clear()
     assert under_way.unbegun(0.0) == []
     assert did == [0, "in order", 1, "in order", 0]
@@ -449,7 +450,7 @@ def test_a_chunk_stays_skipped_while_another_is() -> None:
     first, second = (types.SimpleNamespace(options=options, limit=9) for _ in range(2))
     under_way = SentChunks()
     record = memoryview(bytearray(8 * ProgressRecord.COUNT)).cast("q")
-    under_way.progress = SharedProgressRecord(record)
+    under_way.progress = WatchedProgressRecord(record)
     under_way.chunks = {1: chunk(first, range(1)), 2: chunk(first, range(1, 6))}
     record[ProgressRecord.CHUNK] = 1  # which it runs
     ((_, taken),) = under_way.take_back(now=0.0)
@@ -471,7 +472,7 @@ def test_a_worker_is_lost_at_calls_that_were_taken_back() -> None:
     operation: Any = types.SimpleNamespace(limit=9, options=types.SimpleNamespace(chunksize=None))
     worker = WorkerHandle(1, types.SimpleNamespace(lost=""))  # type: ignore[arg-type]
     record = memoryview(bytearray(8 * ProgressRecord.COUNT)).cast("q")
-    worker.under_way.progress = SharedProgressRecord(record)
+    worker.under_way.progress = WatchedProgressRecord(record)
     for number in (1, 2):
         worker.under_way.chunks[number] = Chunk(
             operation, [(number, types.SimpleNamespace(index=number))], [], None, None
@@ -487,7 +488,8 @@ def test_a_worker_is_lost_at_calls_that_were_taken_back() -> None:
     settings: Any = types.SimpleNamespace(retries=0, timeout_retries=0)
     nothing: Any = None
     recovery = Recovery({}, nothing, settings, Lifecycle(), nothing, lambda operation, now: None)
-    assert not recovery.blame(worker, -9, [worker.under_way.chunks[2]], -1, -1, 0.0)
+    at = Death([worker.under_way.chunks[2]], position=-1, offset=-1, blames=True)
+    assert not recovery.blame(worker, -9, at, 0.0)
     # it had looked at the next call, to see that this is somebody else's
     worker.under_way.chunks[2].calls.append((2, types.SimpleNamespace(index=2)))  # type: ignore[arg-type]
-    assert not recovery.blame(worker, -9, [worker.under_way.chunks[2]], 1, -1, 0.0)
+    assert not recovery.blame(worker, -9, at._replace(position=1), 0.0)
