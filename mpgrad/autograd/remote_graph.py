@@ -592,6 +592,9 @@ class ExpectedGradients:
 class SumRequest(PendingOutcome):
     """A request for the captures' gradients that a worker has added up."""
 
+    # it is never sent a second time
+    again = False
+
     __slots__ = ("calls", "function", "graph_task", "levels", "timeout", "worker")
 
     def __init__(

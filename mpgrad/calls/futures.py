@@ -33,6 +33,7 @@ from concurrent.futures._base import CANCELLED_AND_NOTIFIED, FINISHED, PENDING, 
 from typing import Any, TypeVar
 
 from mpgrad.callbacks import later
+from mpgrad.tracebacks import without_own_frames
 
 __all__ = ["UnlockedFuture"]
 
@@ -215,6 +216,7 @@ class EndedFutures:
     def clear(self) -> None:
         self._is_set = False
 
+    @without_own_frames  # if an interrupt ends it
     def wait(self, timeout: float | None = None) -> bool:
         end = None if timeout is None else time.monotonic() + timeout
         with contextlib.suppress(queue.Empty):

@@ -334,6 +334,12 @@ class Backlog(deque[Any]):
         """Put items that this or another worker was given in front."""
         self.extendleft(reversed(items))
 
+    def put_again(self, item: Any) -> None:
+        """Put back a backward that was sent and did not run. It comes before all that were not
+        sent yet, because later backwards of its graph must run after it."""
+        sent_before = itertools.takewhile(lambda each: each.again, list(self))
+        self.insert(sum(1 for _ in sent_before), item)
+
     def take_alike(self) -> Iterator[Any]:
         """Take items from the front that can be in one message."""
         first = self.popleft()

@@ -409,7 +409,7 @@ class Answers:
                 backward.apart = backward.asked.captures
                 # A backward that was cancelled has arrived.
                 if not backward.arrived:
-                    worker.backlog.append(backward)
+                    worker.backlog.put_again(backward)
             elif isinstance(found, Failure):
                 if backward.is_last:
                     worker.graphs.handle(backward.call, FAIL)

@@ -183,14 +183,12 @@ class WorkerHandle:
         Threads that wait for it get the error.
         """
         sent = self.under_way.parts_of_backward(graph_task)
-        for each in itertools.chain(*sent.values()):
-            each.settle(error_maker(error))
-        self.under_way.put_in_grace(sent, now)
-        for item in self.backlog.cancel(graph_task):
+        for item in (*self.backlog.cancel(graph_task), *itertools.chain(*sent.values())):
             item.settle(error_maker(error))
-            # It was lost with a worker, which had perhaps begun it.
-            if isinstance(item, Backward) and item.again:
+            # It may have used up its graph, or may never begin.
+            if isinstance(item, Backward) and item.again and item.is_last:
                 self.graphs.handle(item.call, CANCEL)
+        self.under_way.put_in_grace(sent, now)
 
     # --- messages to the worker
 

@@ -294,26 +294,48 @@ def test_the_with_block_of_an_executor(
     x = torch.ones(2, requires_grad=True)
     go, asks = tmp_path / "go", threading.Event()
     executor = mpgrad.Executor(2, engine=engine, retries=0)
+    futures: list[concurrent.futures.Future[Any]] = []
+
+    def lets_the_others_end() -> None:
+        wait_for(lambda: asks.is_set() and all(future.cancelled() for future in futures))
+        if engine == "process":
+            # the other worker keeps a graph, which could not be made again
+            wait_for(lambda: executor._pool.stats().deaths == 1)
+        go.touch()
+
+    thread = threading.Thread(target=lets_the_others_end)
+    thread.start()
     with interrupted(lambda: asks.is_set() and count(tmp_path, "begun") == 2), executor:
         done = executor.submit(wave, x)
         done.result()
         results = executor.map(
             functools.partial(begin, tmp_path, functools.partial(wait_for, go.exists)), range(2)
         )
-        futures = [executor.submit(begin, tmp_path, sleeps, k) for k in range(2, 9)]
+        futures += [executor.submit(begin, tmp_path, sleeps, k) for k in range(2, 9)]
         futures[0].add_done_callback(lambda _: None)  # so that a wait for it calls nothing off
         asks.set()
         ask(futures)
+    thread.join()
     assert count(tmp_path, "begun") == 2
     assert all(future.cancelled() for future in futures)
     with pytest.raises(concurrent.futures.CancelledError):
         next(results)
-    if engine == "process":
-        # the other worker keeps a graph, which could not be made again
-        wait_for(lambda: executor._pool.stats().deaths == 1)
-    go.touch()
     done.result().backward()
     assert_same([x.grad], serial_gradients(wave, [x]))
+
+
+@pytest.mark.parametrize("ask", [in_as_completed, concurrent.futures.wait])
+def test_a_wait_of_the_standard_library(
+    fork_server: mpgrad.Pool, tmp_path: Path, ask: Callable[[Any], Any]
+) -> None:
+    """Symptom: now and then, the traceback of an interrupt showed a frame of ours. Cause: the
+    standard library waits for an event of ours."""
+    with mpgrad.Executor(1, engine="thread") as executor:
+        go = tmp_path / "go"
+        future = executor.submit(wait_for, go.exists)
+        with interrupted(lambda: bool(future._bells)):  # type: ignore[attr-defined]
+            ask([future])
+        go.touch()
 
 
 def test_what_is_no_interrupt_does_not_cancel(fork_server: mpgrad.Pool) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import mpgrad
+from mpgrad.machine.queue import Backlog
 
 pytestmark = pytest.mark.quick
 
@@ -69,3 +71,15 @@ def test_a_stranger_can_read_it() -> None:
     files = list((PACKAGE / "machine").glob("*.py"))
     assert len(files) <= MOST_FILES
     assert max(len(file.read_text().splitlines()) for file in files) <= MOST_LINES
+
+
+def test_backwards_that_did_not_run_keep_their_order() -> None:
+    """Symptom: two backwards of a graph that was dropped, of which the second is a mistake, both
+    raised. Cause: the first one lacked the graph and came back behind the second, which used up the
+    rebuilt graph."""
+    first, second = SimpleNamespace(again=True), SimpleNamespace(again=True)
+    further = SimpleNamespace(again=False)
+    backlog = Backlog([further])
+    backlog.put_again(first)
+    backlog.put_again(second)
+    assert list(backlog) == [first, second, further]
