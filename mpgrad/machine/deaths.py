@@ -1,6 +1,8 @@
 """When the pool ends a worker, and what follows from a worker's death: which call is blamed, which
 calls fail, and which workers get the rest.
 
+    an operation has reached its deadline ──► "kill operation": its calls fail, and each worker that
+        runs one is drained and killed
     a call is overdue ──► "drain": receive what the worker has sent up to now
         ──► "terminate": ask the worker to write its stack and end
         ──► TRACEBACK_PATIENCE seconds later: "kill overdue", which blames the call
@@ -57,8 +59,8 @@ IDLE_DEATHS = 2
 # --- workers that the pool ends
 
 
-# what is to be done with a worker
-Step = Literal["drain", "terminate", "kill", "kill overdue", "retire"]
+# what is to be done with a worker, or with an operation
+Step = Literal["kill operation", "drain", "terminate", "kill", "kill overdue", "retire"]
 
 
 class Termination(NamedTuple):
@@ -77,6 +79,7 @@ class Limits:
         self._queue = queue
         self._can_kill = can_kill
         self._recoverable = recoverable
+        self.deadlines = Deadlines()
         # when a step may be due, on the clock of time.monotonic
         self.next_look = math.inf
 
@@ -90,8 +93,12 @@ class Limits:
                     yield "kill", worker
 
     def steps(self, workers: Iterable[Any], now: float) -> Iterator[tuple[Step, Any]]:
-        """Do what is due."""
+        """Do what is due. This runs in each turn."""
         self.next_look = math.inf
+        if self.deadlines.heap:
+            for operation in self.deadlines.due(now):
+                yield "kill operation", operation
+            self.next_look = self.deadlines.next
         for worker in list(workers):
             under_way = worker.under_way
             if under_way.just_skipped:
@@ -176,28 +183,28 @@ class Deadlines:
     """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, weakref.ref[Any]]] = []
+        self.heap: list[tuple[float, int, weakref.ref[Any]]] = []
         # If there are more entries than this, those of operations that are gone are removed.
         self._most = SOME
         # If two moments are equal, heaps compare the next field.
         self._numbers = itertools.count()
 
     def put(self, moment: float, operation: Any) -> None:
-        heapq.heappush(self._heap, (moment, next(self._numbers), weakref.ref(operation)))
-        if len(self._heap) > self._most:
-            self._heap = [entry for entry in self._heap if entry[2]() is not None]
-            heapq.heapify(self._heap)
-            self._most = 2 * len(self._heap) + SOME
+        heapq.heappush(self.heap, (moment, next(self._numbers), weakref.ref(operation)))
+        if len(self.heap) > self._most:
+            self.heap = [entry for entry in self.heap if entry[2]() is not None]
+            heapq.heapify(self.heap)
+            self._most = 2 * len(self.heap) + SOME
 
     def due(self, now: float) -> Iterator[Any]:
-        while self._heap and self._heap[0][0] <= now:
-            operation = heapq.heappop(self._heap)[2]()
+        while self.heap and self.heap[0][0] <= now:
+            operation = heapq.heappop(self.heap)[2]()
             if operation is not None:
                 yield operation
 
     @property
     def next(self) -> float:
-        return self._heap[0][0] if self._heap else math.inf
+        return self.heap[0][0] if self.heap else math.inf
 
 
 # --- what follows from a death

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from concurrent.futures import CancelledError
+from typing import Any
 
 from mpgrad.calls.operations import Operation
-from mpgrad.machine.deaths import Deadlines, Limits, Step
+from mpgrad.machine.deaths import Limits, Step
 from mpgrad.machine.queue import CallQueue
 from mpgrad.scheduling.admissions import Admissions
 from mpgrad.scheduling.deliveries import Deliveries
@@ -47,8 +48,7 @@ class Canceller:
         self._queue = queue
         self._supervisor = supervisor
         self._receiver = receiver
-        self._limits = Limits(queue, not settings.in_process, settings.recoverable)
-        self.deadlines = Deadlines()
+        self.limits = Limits(queue, not settings.in_process, settings.recoverable)
 
     # --- operations and backwards
 
@@ -72,7 +72,7 @@ class Canceller:
             return
         operation.fail(CancelledError())
         self._admissions.cancel_rest(operation)
-        self._carry_out(self._limits.steps_to_kill(self._workers.values(), operation), now)
+        self._carry_out(self.limits.steps_to_kill(self._workers.values(), operation), now)
 
     def cancel_with_grace(self, operation: Operation, now: float) -> None:
         if operation.has_dependents:
@@ -102,25 +102,25 @@ class Canceller:
 
     def keep_time(self, now: float) -> float:
         """Do what is due, and return when to look next, on the clock of time.monotonic."""
-        for operation in self.deadlines.due(now):
-            self.kill(operation, now)
-        self._carry_out(self._limits.steps(self._workers.values(), now), now)
-        return min(self.deadlines.next, self._limits.next_look)
+        self._carry_out(self.limits.steps(self._workers.values(), now), now)
+        return self.limits.next_look
 
-    def _carry_out(self, steps: Iterable[tuple[Step, WorkerHandle]], now: float) -> None:
+    def _carry_out(self, steps: Iterable[tuple[Step, Any]], now: float) -> None:
         """Carry out each step before the next is decided."""
-        for step, worker in steps:
+        for step, target in steps:
             match step:
+                case "kill operation":
+                    self.kill(target, now)
                 case "drain":
-                    self._drain(worker, now)
+                    self._drain(target, now)
                 # The end of its pipe is read next, as for any worker that dies.
                 case "terminate":
-                    worker.link.kill(TRACEBACK_SIGNAL)
+                    target.link.kill(TRACEBACK_SIGNAL)
                 case "retire":
-                    worker.begin_retiring()
+                    target.begin_retiring()
                     self._supervisor.fill(now)
                 case "kill" | "kill overdue":
-                    self._supervisor.kill(worker, now, blames=step == "kill overdue")
+                    self._supervisor.kill(target, now, blames=step == "kill overdue")
 
     def _drain(self, worker: WorkerHandle, now: float) -> None:
         """Receive what the worker has sent up to now."""

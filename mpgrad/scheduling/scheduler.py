@@ -233,7 +233,7 @@ class Scheduler(Driver):
     def kill_at(self, moment: float, operation: Operation) -> None:
         """Kill the operation at the `moment`, on the clock of time.monotonic, unless it has
         ended."""
-        self.post(lambda now: self.cancelling.deadlines.put(moment, operation))
+        self.post(lambda now: self.cancelling.limits.deadlines.put(moment, operation))
 
     def await_all(self) -> None:
         """Wait until all operations that were admitted up to now have ended."""
