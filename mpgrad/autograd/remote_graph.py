@@ -384,6 +384,7 @@ class Backward(PendingOutcome):
         "modes",
         "names",
         "parts",
+        "rebuilt",
         "timeouts",
         "waits",
         "was_eager",
@@ -430,6 +431,8 @@ class Backward(PendingOutcome):
         self.was_eager = False
         # It was sent before, and may have freed its graph. That is not the caller's mistake.
         self.again = False
+        # the graphs that its message rebuilds, if it begins
+        self.rebuilt: Sequence[int] = ()
         # of workers that ran it
         self.deaths = 0
         # how often it took too long

@@ -112,6 +112,7 @@ class ChunkWriter:
             # The backward may be lost with the worker, and sent again. It has not freed a graph
             # that an earlier backward has used up.
             item.again = not is_used_up
+            item.rebuilt = [step.graph for step in before]
             call = self._backward_call(item, payload, before)
             self._note_sent(item)
             calls.append(call)

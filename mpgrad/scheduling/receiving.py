@@ -395,7 +395,9 @@ class Answers:
         if not message.more:
             # These backwards were cancelled before they began.
             for backward in chunk.backwards[len(message.outcomes) :]:
-                if backward.is_last:
+                for graph in backward.rebuilt:
+                    worker.graphs.handle(graph, DROP)
+                if backward.is_last and not backward.rebuilt:
                     worker.graphs.handle(backward.call, FAIL)
         for position, (backward, found) in enumerate(
             zip(chunk.backwards, message.outcomes, strict=False)

@@ -341,6 +341,11 @@ class Recompute(NamedTuple):
     consumed: bool
     environment: bytes | None = None
 
+    @property
+    def graph(self) -> int:
+        """The number of the graph that it rebuilds."""
+        return self.call.call
+
 
 class BackwardCall(NamedTuple):
     """The backward of one call.
@@ -377,6 +382,12 @@ class RecomputeBackward(NamedTuple):
     modes: Modes
     call: BackwardCall
     environment: bytes | None = None
+
+    @property
+    def graph(self) -> int:
+        """The number of the graph that it rebuilds."""
+        assert self.call.graph is not None
+        return self.call.graph
 
 
 class Backwards(NamedTuple):
