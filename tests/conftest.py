@@ -32,8 +32,8 @@ import tqdm
 import mpgrad
 from mpgrad.engines import launch
 from mpgrad.engines.launch import ForkServerLauncher, program
+from mpgrad.machine import deaths
 from mpgrad.machine.timing import Prediction
-from mpgrad.scheduling import cancelling
 from mpgrad.scheduling.known_functions import KnownFunctions
 from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.system import PORTABLE
@@ -462,7 +462,7 @@ def limit_only_what_hangs(pool: mpgrad.Pool, hung: Callable[[], int]) -> Iterato
 
     A busy machine may stand still for a moment, in which every other call would be overdue, too.
     """
-    overdue_at = cancelling.overdue_at
+    overdue_at = deaths.overdue_at
 
     def overdue_if_it_hangs(worker: WorkerHandle, now: float) -> float:
         moment = overdue_at(worker, now)
@@ -475,7 +475,7 @@ def limit_only_what_hangs(pool: mpgrad.Pool, hung: Callable[[], int]) -> Iterato
         return now + 0.01  # looks again soon
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cancelling, "overdue_at", overdue_if_it_hangs)
+        patch.setattr(deaths, "overdue_at", overdue_if_it_hangs)
         yield
 
 

@@ -245,6 +245,12 @@ class RemoteGraph:
         self.promises: dict[int, list[tuple[int, Promise]]] | None = None
 
     @property
+    def can_be_made(self) -> bool:
+        """Whether the graph, and all graphs that it derives from, have lineages."""
+        lineage = self.lineage
+        return lineage.graph.can_be_made if isinstance(lineage, Backward) else lineage is not None
+
+    @property
     def first_item(self) -> int:
         return self.index if isinstance(self.index, int) else self.index.start
 
@@ -461,6 +467,11 @@ class Backward(PendingOutcome):
         """Note what happens to the backward in the story of its call, unless it was cancelled."""
         if (graph := self.held) is not None:
             graph.owner.story.note(graph.first_item, transition)
+
+    @property
+    def has_lost_graph(self) -> bool:
+        """Whether the graph cannot be rebuilt. A cancelled backward does not need it any more."""
+        return self.held is not None and not self.held.can_be_made
 
     @property
     def items(self) -> int | range:

@@ -199,6 +199,9 @@ class PackedCall:
     take longer than running it.
     """
 
+    # see `Backward.has_lost_graph`
+    has_lost_graph = False
+
     __slots__ = (
         "bundle",
         "deaths",

@@ -3,15 +3,17 @@ what follows from its death. They run in the caller only.
 
 This package imports only itself and pure parts of the standard library: no clock, thread, signal,
 log, socket or torch. Its callers pass the time as an argument. Calls, operations and workers are
-handles, of which it reads sizes, flags and counts. It changes only queues, ledgers and stories, and
-asks workers to give calls back. `mpgrad.scheduling` carries out the decisions.
+handles, of which it reads sizes, flags and counts. It changes only queues, chunks, ledgers and
+stories, counts deaths, and asks workers to skip chunks. `mpgrad.scheduling` carries out the
+decisions. `tests/simulation/alone.py` does so with stubs, and shows in 150 lines how.
 
 Read the modules in this order:
 
-    policy   how many items or calls are sent together
-    timing   how long the calls of a function take, and which gradient its losses will get
-    queue    which calls a worker gets next, and which are taken back from it
-    ledger   the graphs of a worker with their states, and its sums of captures' gradients
-    deaths   what follows from a worker's death
-    story    what happened to each call, and when
+    policy     how many items or calls are sent together
+    timing     how long the calls of a function take, and which gradient its losses will get
+    queue      which calls a worker gets next, and which are taken back from it
+    under_way  what a worker has been sent, and how calls are taken back safely
+    ledger     the graphs of a worker with their states, and its sums of captures' gradients
+    deaths     when the pool ends a worker, and what follows from a worker's death
+    story      what happened to each call, and when
 """

@@ -12,7 +12,8 @@ for a worker, except `dispatcher`, which waits between two turns.
     deliveries       sends workers chunks and updates
     known_functions  numbers the functions, and keeps the times of their calls
     chunk_writer     writes messages, and notes what a worker then has
-    worker_handle    describes a worker: its settings, its backlog, its chunks and its progress
+    settings         holds the settings of a pool and its workers
+    worker_handle    describes a worker: its link, its backlog, its chunks and its progress
     receiving        turns the workers' messages into outcomes
     supervisor       starts, retires and replaces workers
     recovery         blames a call for a death, and gives the worker's work to other workers

@@ -28,7 +28,8 @@ from mpgrad.callbacks import report
 from mpgrad.memory import owner_of
 from mpgrad.memory.accelerator import INSTALLED, DeviceChannel, DeviceSetup, Region, name_of
 from mpgrad.memory.arena import Arena, ForeignSlabs, KeptSlots, Slot
-from mpgrad.scheduling.worker_handle import Settings, WorkerHandle
+from mpgrad.scheduling.settings import Settings
+from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.wire.messages import DirectTransfer, Message, NewSlab, SlotTrial, TrialOutcome
 from mpgrad.wire.tensor_refs import Packer
 

@@ -14,7 +14,6 @@ Assumes: called by the scheduling thread; any thread may look into `functions`, 
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,6 +24,7 @@ from mpgrad.calls.packing import PackedCall, SharedFunction
 from mpgrad.machine.ledger import CONSUMED, FREE, LAST, GraphLedger, SumLedger
 from mpgrad.machine.policy import MOST_CALLS, MOST_PAYLOAD
 from mpgrad.machine.queue import Backlog
+from mpgrad.machine.under_way import Chunk
 from mpgrad.memory import slab_of
 from mpgrad.memory.arena import BorrowedMemory, Slot
 from mpgrad.pickling.state import ModuleSnapshot, RecentValues
@@ -44,42 +44,7 @@ from mpgrad.wire.messages import (
 )
 from mpgrad.wire.tensor_refs import PackedTensor, PackedTensors, Payload, TensorRef
 
-__all__ = ["Chunk", "ChunkWriter", "LentSlots", "Written"]
-
-
-@dataclasses.dataclass(eq=False)
-class Chunk:
-    """Holds the work in one message that a worker has been sent and has not answered: calls of an
-    operation, backwards, or a request for a sum."""
-
-    operation: Operation | None
-    # calls with their numbers
-    calls: list[tuple[int, PackedCall]]
-    backwards: list[Backward]
-    request: SumRequest | None
-    # seconds for each call
-    timeout: float | None
-    # how many calls or backwards of the message were answered early, and so are not listed here
-    answered: int = 0
-
-    def note_answered(self, count: int) -> None:
-        """Drop the first calls or backwards, because they are answered."""
-        self.answered += count
-        del self.calls[:count], self.backwards[:count]
-
-    def fail_backwards(self, make: Callable[[], BaseException]) -> None:
-        """Settle the chunk's backwards and its request with the exception that `make` makes."""
-        for backward in self.backwards:
-            backward.settle(make)
-        if self.request is not None:
-            self.request.settle(make)
-
-    def wanted(self) -> list[bool]:
-        """Return for each call or backward whether it is still needed."""
-        if self.operation is not None:
-            return [call.index < self.operation.limit for _, call in self.calls]
-        requests = [] if self.request is None else [self.request]
-        return [not each.arrived for each in (*self.backwards, *requests)]
+__all__ = ["ChunkWriter", "LentSlots", "Written"]
 
 
 Written = tuple[list[Message], Payload, Chunk]

@@ -40,7 +40,7 @@ from mpgrad.engines.kinds import ENGINES, Engine, EngineRequest, WorkerLink
 from mpgrad.errors import InternalError, add_note
 from mpgrad.pickling.exceptions import one_more
 from mpgrad.scheduling.scheduler import Scheduler
-from mpgrad.scheduling.worker_handle import Settings
+from mpgrad.scheduling.settings import Settings
 from mpgrad.torch_state.private import current_graph_task
 
 __all__ = [

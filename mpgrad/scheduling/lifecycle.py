@@ -217,61 +217,52 @@ class Driver(Protocol):
 
     def put(self, order: Order) -> None:
         """Put the order into the inbox; after the pool's end, carry it out at once."""
-        ...
 
     def post(self, order: Order) -> None:
         """Put the order into the inbox, and wake the scheduling thread."""
-        ...
 
     def wake(self) -> None:
         """Have the scheduling thread look for work."""
-        ...
 
     def hand_over(self) -> None:
         """Wake the scheduling thread, and let it have its turn before the caller goes on.
 
         Callers that have much work of their own call this.
         """
-        ...
+        self.wake()
 
     def nudge(self) -> None:
         """Note that there are updates for a worker, which can wait a little.
 
         Finalizers call this, so it may not wait, lock or raise.
         """
-        ...
 
     def wait_until(self, satisfied: Callable[[], bool], timeout: float | None = None) -> bool:
         """Wait in the caller's thread until `satisfied()` is true, and return whether it was.
 
         It is evaluated after each frame.
         """
-        ...
 
     def wait_for_gradients(self, backward: Backward, now: float) -> None:
         """Send a backward as soon as the gradients that it needs of other backwards have arrived.
 
         The scheduling thread calls this.
         """
-        ...
 
     def requeue(self, worker: WorkerHandle, now: float) -> None:
         """Give the backlog of a worker that is gone to other workers.
 
         The scheduling thread calls this.
         """
-        ...
 
     def cancel_backward(self, graph_task: int) -> None:
         """Cancel all that was sent for the backward with this number, as no thread waits for it.
 
         Finalizers call this.
         """
-        ...
 
     def tell_waiters(self) -> None:
         """Wake the waiting threads that are satisfied now, because something was delivered.
 
         The scheduling thread calls this; after the pool's end any thread may.
         """
-        ...

@@ -23,16 +23,17 @@ from mpgrad.errors import InternalError, SharedMemoryError, write
 from mpgrad.machine.ledger import ALIVE, DROP, FAIL, KEEP, RUN
 from mpgrad.machine.queue import CallQueue
 from mpgrad.machine.story import ANSWERED, BACKWARD_ANSWERED, GRAPH_MISSING
+from mpgrad.machine.under_way import Chunk
 from mpgrad.memory import OFFSET_MASK, owner_of, slab_of
 from mpgrad.memory.arena import BorrowedMemory, ForeignSlabs, Slot
 from mpgrad.scheduling.admissions import Admissions
 from mpgrad.scheduling.caller_memory import CallerMemory, kept
-from mpgrad.scheduling.chunk_writer import Chunk
 from mpgrad.scheduling.deliveries import Deliveries
 from mpgrad.scheduling.known_functions import KnownFunctions
 from mpgrad.scheduling.lifecycle import Lifecycle
+from mpgrad.scheduling.settings import Settings
 from mpgrad.scheduling.supervisor import WorkerSupervisor
-from mpgrad.scheduling.worker_handle import Settings, WorkerHandle
+from mpgrad.scheduling.worker_handle import WatchedProgressRecord, WorkerHandle
 from mpgrad.system import OwnedDescriptor
 from mpgrad.wire.agent_messages import CrashTraceback, ProgressRecord
 from mpgrad.wire.frames import Frame
@@ -219,12 +220,10 @@ class Receiver:
             with contextlib.suppress(SharedMemoryError):
                 memory = self._memory.foreign_slabs.slab(slab_of(message.progress_record)).memory
                 offset = message.progress_record & OFFSET_MASK
-                worker.under_way.progress_record = memory[
-                    offset : offset + 8 * ProgressRecord.COUNT
-                ].cast("q")
-        else:
-            worker.under_way.progress_record = worker.link.progress_record
-            worker.under_way.link = worker.link
+                numbers = memory[offset : offset + 8 * ProgressRecord.COUNT].cast("q")
+                worker.under_way.progress = WatchedProgressRecord(numbers)
+        elif (copy := worker.link.progress_record) is not None:
+            worker.under_way.progress = WatchedProgressRecord(copy, worker.link)
         worker.pid = message.pid
         worker.ready_at = now
         worker.ready = True

@@ -29,7 +29,7 @@ from mpgrad.calls.backwards import error_maker
 from mpgrad.calls.operations import FailedResult, Operation
 from mpgrad.calls.packing import PackedCall
 from mpgrad.errors import CallTimeoutError, SharedMemoryError, WorkerDiedError, add_note
-from mpgrad.machine.deaths import failing, judged, successor
+from mpgrad.machine.deaths import Death, failing, judged, successor
 from mpgrad.machine.ledger import CANCEL
 from mpgrad.machine.queue import CallQueue
 from mpgrad.machine.story import (
@@ -37,10 +37,11 @@ from mpgrad.machine.story import (
     DIED_AT,
     LOST,
 )
-from mpgrad.scheduling.chunk_writer import Chunk
+from mpgrad.machine.under_way import Chunk
 from mpgrad.scheduling.known_functions import KnownFunctions
 from mpgrad.scheduling.lifecycle import Lifecycle
-from mpgrad.scheduling.worker_handle import Settings, WorkerHandle
+from mpgrad.scheduling.settings import Settings
+from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.system import kills_for_memory
 
 __all__ = ["Recovery"]
@@ -88,37 +89,22 @@ class Recovery:
         self,
         worker: WorkerHandle,
         code: int | None,
-        chunks: Sequence[Chunk],
-        position: int,
-        offset: int,
+        death: Death,
         now: float,
     ) -> bool:
         """Blame the running call, or else the next one, because it may have killed the worker.
 
-        After more than `retries` deaths or `timeout_retries` time-outs the call fails. Return False
-        if the call had been taken back: the worker had only looked whether it should begin.
-
-        `position` is the call's place in the first chunk. If the running call is a bundle, `offset`
-        is the item's place in it. If the node agent was lost, both are as old as its last report.
-
-        Without retries the calls before this one also fail. They had run, but their inputs may have
-        been written to. If the node agent was lost, all calls that it had been given fail.
+        After more than `retries` deaths or `timeout_retries` time-outs the call fails. Return
+        whether there was such a call. If the node agent was lost, the `death` is as old as its last
+        report, and without retries all calls that it had been given fail.
         """
         if self._retries == 0 and worker.link.lost:
-            return self._fail_all(worker, code, chunks, now)
-        chunk, place = chunks[0], max(position, 0)
-        parts = parts_of(chunk)
-        if place >= len(parts):
+            return self._fail_all(worker, code, death.chunks, now)
+        verdict = judged(worker, death, self._retries, self._timeout_retries, now)
+        if verdict is None:
             return False
-        accused = parts[place]
-        is_overdue = position >= 0 and worker.overdue is not None
-        # A backward that was cancelled may have lost its graph, which is not needed any more.
-        graph = accused.held if isinstance(accused, Backward) else None
-        is_lost = graph is not None and not can_be_made(graph)
-        words, fails = judged(
-            accused, position >= 0, is_overdue, is_lost, self._retries, self._timeout_retries
-        )
-        accused.note((now, words, worker.number))
+        accused, is_overdue, fails = verdict
+        chunk, position, offset = death.chunks[0], death.position, death.offset
         # A worker that loads a function has no time limit.
         is_known = position >= 0 or worker.link.lost or worker.overdue is not None
         phase = (
@@ -129,7 +115,7 @@ class Recovery:
             else "loading the function"
         )
 
-        def error(_: Part = accused) -> BaseException:
+        def error(_: Part | None = None) -> BaseException:
             item = item_of(accused, position, offset)
             died = self._death(worker, code, item, phase, accused, is_overdue)
             return told(died, accused)
@@ -142,7 +128,7 @@ class Recovery:
             for each in begun:
                 accused.note_failed(each, FailedResult.with_error(error()))
             accused.deaths, fails = 0, False
-        fail(chunk, failing(place, fails, position >= 0, self._retries), error)
+        fail(chunk, failing(death, fails, self._retries), error)
         return True
 
     def _fail_all(
@@ -152,7 +138,7 @@ class Recovery:
 
         Return whether there were any.
         """
-        parts = [part for chunk in chunks for part in parts_of(chunk)]
+        parts = [part for chunk in chunks for part in chunk.parts]
 
         def error(part: Part) -> BaseException:
             phase = "forward" if isinstance(part, PackedCall) else "backward"
@@ -224,7 +210,7 @@ class Recovery:
                     chunk.operation, calls, now, LOST, worker.number
                 )
                 self._readmit(chunk.operation, now)
-            worker.backlog.put_back([*chunk.backwards, *filter(None, [chunk.request])])
+            worker.backlog.put_back(chunk.from_backlog)
 
     def revive(self, item: Backward | SumRequest, gone: WorkerHandle, now: float) -> bool:
         """Give a backward of a worker that is gone to another worker, which rebuilds the graph.
@@ -245,7 +231,7 @@ class Recovery:
                     WorkerDiedError(None, "backward", gone.number, gone.exit_code, SUM_LOST)
                 )
             )
-        elif not can_be_made(item.graph):
+        elif not item.graph.can_be_made:
             index, names = item.items, item.names
             number, call = names.number(index), names.words(index)
             details = (
@@ -304,10 +290,6 @@ def told(error: BaseException, part: Part) -> BaseException:
     return error
 
 
-def parts_of(chunk: Chunk) -> Sequence[Part]:
-    return [call for _, call in chunk.calls] or chunk.backwards
-
-
 def item_of(part: Part, position: int = -1, offset: int = -1) -> int | range | None:
     """Return the number of the part's item, or the numbers of its items.
 
@@ -336,9 +318,3 @@ def fail(chunk: Chunk, part: slice, error: Callable[[Part], BaseException]) -> N
         for sent in chunk.backwards[part]:
             sent.settle(error_maker(error(sent)))
         del chunk.backwards[part]
-
-
-def can_be_made(graph: RemoteGraph) -> bool:
-    """Whether the graph, and all graphs that it derives from, have lineages."""
-    lineage = graph.lineage
-    return can_be_made(lineage.graph) if isinstance(lineage, Backward) else lineage is not None

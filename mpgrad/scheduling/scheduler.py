@@ -28,7 +28,7 @@ from __future__ import annotations
 import itertools
 import signal
 import threading
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable
 
@@ -49,12 +49,13 @@ from mpgrad.scheduling.cancelling import Canceller
 from mpgrad.scheduling.deliveries import Deliveries
 from mpgrad.scheduling.gradients import GradientSender
 from mpgrad.scheduling.known_functions import KnownFunctions
-from mpgrad.scheduling.lifecycle import Lifecycle, Order, Phase, Settlement
+from mpgrad.scheduling.lifecycle import Driver, Lifecycle, Order, Phase, Settlement
 from mpgrad.scheduling.receiving import Receiver
 from mpgrad.scheduling.recovery import Recovery
+from mpgrad.scheduling.settings import Settings
 from mpgrad.scheduling.supervisor import WorkerSupervisor
 from mpgrad.scheduling.tracer import Tracer
-from mpgrad.scheduling.worker_handle import Settings, WorkerHandle
+from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.stats import PoolStats, WorkerStats
 from mpgrad.timeline import Trace
 from mpgrad.torch_state.modes import ModeCheck
@@ -67,8 +68,9 @@ CHILDREN_PATIENCE = 0.5
 
 
 # long because: it has a method for each request, and most are one line long
-class Scheduler(ABC):
-    """Puts the parts together, and has a method for each request of the caller's threads."""
+class Scheduler(Driver):
+    """Puts the parts together, and has a method for each request of the caller's threads. A
+    subclass decides on the thread."""
 
     def __init__(self, settings: Settings, engine: Engine, clock: Callable[[], float]) -> None:
         self.settings = settings
@@ -142,27 +144,10 @@ class Scheduler(ABC):
             self, deliveries, self.admissions, queue, self.supervisor, self.receiver, settings
         )
 
-    # --- methods of a subclass, which decides on the thread (see `Driver`)
-
     @abstractmethod
     def start(self) -> None:
         """Start the workers. If that raises, the caller has to terminate the scheduler, without
         waiting."""
-
-    @abstractmethod
-    def wake(self) -> None: ...
-
-    def hand_over(self) -> None:
-        self.wake()
-
-    @abstractmethod
-    def nudge(self) -> None: ...
-
-    @abstractmethod
-    def wait_until(self, satisfied: Callable[[], bool], timeout: float | None = None) -> bool: ...
-
-    @abstractmethod
-    def tell_waiters(self) -> None: ...
 
     @abstractmethod
     def join(self) -> None:
@@ -248,7 +233,7 @@ class Scheduler(ABC):
     def kill_at(self, moment: float, operation: Operation) -> None:
         """Kill the operation at the `moment`, on the clock of time.monotonic, unless it has
         ended."""
-        self.post(lambda now: self.cancelling.deadlines.put(moment, operation))
+        self.post(lambda now: self.cancelling.limits.deadlines.put(moment, operation))
 
     def await_all(self) -> None:
         """Wait until all operations that were admitted up to now have ended."""
@@ -545,8 +530,8 @@ class Scheduler(ABC):
             )
         finally:
             try:
-                for chunk in chunks:
-                    chunk.fail_backwards(error_maker(reason))
+                for item in itertools.chain(*(chunk.from_backlog for chunk in chunks)):
+                    item.settle(error_maker(reason))
                 for worker in gone:
                     self.supervisor.requeue(worker, self.clock())
             finally:

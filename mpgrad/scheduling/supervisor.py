@@ -26,14 +26,15 @@ from mpgrad.calls.packing import missing_device
 from mpgrad.engines.kinds import Engine
 from mpgrad.environment import current_environment, preparation
 from mpgrad.errors import PoolClosedError, WorkerDiedError
+from mpgrad.machine.deaths import Death, death_of
 from mpgrad.machine.queue import CallQueue
 from mpgrad.scheduling.caller_memory import CallerMemory
-from mpgrad.scheduling.chunk_writer import Chunk
 from mpgrad.scheduling.deliveries import Deliveries
 from mpgrad.scheduling.gradients import GradientSender
 from mpgrad.scheduling.lifecycle import Driver, Lifecycle, Phase
 from mpgrad.scheduling.recovery import Recovery
-from mpgrad.scheduling.worker_handle import Settings, WorkerHandle
+from mpgrad.scheduling.settings import Settings
+from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.wire.messages import Start, Stop
 
 __all__ = ["WorkerSupervisor"]
@@ -349,14 +350,7 @@ class WorkerSupervisor:
         """Remove a worker that died. Its work goes to other workers, except for a call that has
         killed too many."""
         is_ours = not blames or worker.termination is not None
-        begun, offset = worker.under_way.begun(), worker.under_way.offset
-        if worker.link.lost:
-            # The worker has not ended because of its overdue call.
-            worker.overdue = None
-        elif worker.termination is not None and worker.termination.begun[1] != begun[1]:
-            # The overdue call ended at that moment.
-            worker.overdue, blames = None, False
-        chunks = list(worker.under_way.chunks.values())
+        death = death_of(worker, blames)
         if self._driver.tracer.trace is not None:
             self._driver.tracer.died(worker)
         died = WorkerDiedError(None, "forward", worker.number, None)
@@ -366,7 +360,7 @@ class WorkerSupervisor:
             if worker.link.exit is not None and worker.link.exit.refusal is not None:
                 self._note_refusal(worker.link.exit.refusal, now)
             else:
-                self._look_into(worker, chunks, begun[0], offset, blames, now)
+                self._look_into(worker, death, now)
             self.requeue(worker, now)
             # Other workers have work now, and the scheduling thread may be about to sleep.
             self._driver.wake()
@@ -376,34 +370,24 @@ class WorkerSupervisor:
         self._remove_at_once(worker, died, now, has_exited)
         # Chunks behind the first one cannot have caused the death.
         if worker.number in self._ending:
-            behind = chunks[1:]
-            del chunks[1:]
+            behind = death.chunks[1:]
+            del death.chunks[1:]
             worker.under_way.drop_behind()
             self._recovery.take_apart(worker, behind, now)
         # If the worker had not started, `_look_into` decides whether workers can start at all.
         if worker.ready:
             self.fill(now)
 
-    def _look_into(
-        self,
-        worker: WorkerHandle,
-        chunks: list[Chunk],
-        position: int,
-        offset: int,
-        blames: bool,
-        now: float,
-    ) -> None:
+    def _look_into(self, worker: WorkerHandle, death: Death, now: float) -> None:
         """Find out who is to blame for a death, now that the exit is known or awaited in vain."""
         code = worker.exit_code
         # The death of a worker that had started was counted before.
         self.deaths += not worker.ready
-        is_blamed = (
-            blames and chunks and self._recovery.blame(worker, code, chunks, position, offset, now)
-        )
-        if blames and not is_blamed and self._life.broken is None:
+        is_blamed = death.blames and death.chunks and self._recovery.blame(worker, code, death, now)
+        if death.blames and not is_blamed and self._life.broken is None:
             phase, words = "idle" if worker.ready else "start", "; ".join(worker.end_in_words)
             report(logging.WARNING, "%s", WorkerDiedError(None, phase, worker.number, code, words))
-        self._recovery.take_apart(worker, chunks, now)
+        self._recovery.take_apart(worker, death.chunks, now)
         if self._is_last_start(worker):
             words = "; ".join([f"so did {FAILED_STARTS} in a row", *worker.end_in_words])
             self._life.break_off(

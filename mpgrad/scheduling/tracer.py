@@ -14,8 +14,8 @@ import threading
 import time
 from contextlib import AbstractContextManager
 
+from mpgrad.machine.under_way import Chunk
 from mpgrad.memory.accelerator import name_of
-from mpgrad.scheduling.chunk_writer import Chunk
 from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.timeline import Trace, TracedCall, TracedChunk, WorkerName
 from mpgrad.torch_state.private import NOTHING

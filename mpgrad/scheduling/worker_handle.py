@@ -1,37 +1,28 @@
 """A `WorkerHandle` is a worker as the scheduler sees it. It notes what the worker has been sent and
-lent, and how far the worker is. Every worker starts with the same `Settings`. This module runs in
-the caller only. The scheduler makes the decisions.
+lent, and how far the worker is. This module runs in the caller only. The scheduler makes the
+decisions.
 
-A worker writes each call that it begins into a progress record, which the caller reads (see
-`wire.agent_messages.ProgressRecord`). Before each call it checks there whether the caller has
-skipped the chunk. If no memory is shared, a node agent reads and writes the record for the caller,
-with a delay. Then nothing of a running chunk can be taken back. Calls that were skipped in time are
-returned unrun.
 Guarantees: until the end, other threads only read, and append to the backlog and to the deques of
     updates.
 """
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections import deque
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Container
 
-import torch
-
-from mpgrad.autograd.remote_graph import Backward, SumRequest
+from mpgrad.autograd.remote_graph import Backward
 from mpgrad.calls.backwards import error_maker
 from mpgrad.calls.operations import Operation
-from mpgrad.calls.packing import Device, PackedCall, device_code_named, device_count
-from mpgrad.engines.kinds import ENGINES, WorkerLink, traits_of
-from mpgrad.environment import EnvironmentChanges
+from mpgrad.calls.packing import PackedCall
+from mpgrad.engines.kinds import WorkerLink
+from mpgrad.machine.deaths import Termination
 from mpgrad.machine.ledger import CANCEL, TAKE, GraphLedger, SumLedger
-from mpgrad.machine.policy import SEEN
 from mpgrad.machine.queue import Backlog
 from mpgrad.machine.story import BACKWARD_SENT
-from mpgrad.memory.accelerator import INSTALLED
-from mpgrad.scheduling.chunk_writer import Chunk, ChunkWriter, LentSlots
+from mpgrad.machine.under_way import Chunk, SentChunks
+from mpgrad.scheduling.chunk_writer import ChunkWriter, LentSlots
 from mpgrad.system import OwnedDescriptor
 from mpgrad.tracebacks import shown_stack
 from mpgrad.wire.agent_messages import ProgressRecord, in_order
@@ -47,21 +38,7 @@ from mpgrad.wire.messages import (
 from mpgrad.wire.pipe import UnreadableFrame, read_crash_traceback
 from mpgrad.wire.tensor_refs import Payload
 
-__all__ = [
-    "GRACE_PERIOD",
-    "SentChunks",
-    "Settings",
-    "Termination",
-    "WorkerHandle",
-    "worker_devices",
-]
-
-
-class Termination(NamedTuple):
-    """The moment by which a worker has to end, because its running call is overdue."""
-
-    moment: float  # on the clock of time.monotonic
-    begun: tuple[int, float]  # see `SentChunks.begun`
+__all__ = ["WatchedProgressRecord", "WorkerHandle"]
 
 
 class WorkerHandle:
@@ -205,13 +182,13 @@ class WorkerHandle:
 
         Threads that wait for it get the error.
         """
-        waiting = self.backlog.cancel(graph_task)
-        for item in waiting:
+        sent = self.under_way.parts_of_backward(graph_task)
+        for item in (*self.backlog.cancel(graph_task), *itertools.chain(*sent.values())):
             item.settle(error_maker(error))
-        for item in (*waiting, *self.under_way.cancel_backward(graph_task, error, now)):
             # It may have used up its graph, or may never begin.
             if isinstance(item, Backward) and item.again and item.is_last:
                 self.graphs.handle(item.call, CANCEL)
+        self.under_way.put_in_grace(sent, now)
 
     # --- messages to the worker
 
@@ -323,432 +300,72 @@ class WorkerHandle:
             self.stack = shown_stack(self.link.crash_traceback)
 
 
-# --- chunks under way
+# --- how far it is
 
 
-# seconds; most interrupted calls end by themselves in this time, so that the worker's graphs need
-# not be rebuilt
-GRACE_PERIOD = 0.2
+class WatchedProgressRecord:
+    """Reads a worker's progress record, and writes there which chunks the worker is to skip (see
+    `machine.under_way`)."""
 
-
-# long because: it has a few lines for each question about a worker's chunks
-class SentChunks:
-    """Holds the chunks under way with a worker, by number, in the order in which they were sent.
-    The worker answers them in this order.
-
-    Assumes: called by the scheduling thread.
-    """
-
-    def __init__(self) -> None:
-        self.chunks: dict[int, Chunk] = {}
+    def __init__(self, numbers: memoryview, link: WorkerLink | None = None) -> None:
+        """Take a copy of the numbers and the `link` to a node agent, if the caller cannot read the
+        record itself."""
         # of int64, see `ProgressRecord`
-        self.progress_record: memoryview | None = None
-        # the link to a node agent that reads and writes the record, if the caller cannot
-        self.link: WorkerLink | None = None
-        # seconds in which a chunk was under way, up to the last answer
-        self.seconds = 0.0
-        # when the first chunk became the first, on the clock of time.monotonic
-        self.since = 0.0
-        # skipped chunks, and since when, on the same clock
-        self._skipped: dict[int, float] = {}
-        # skipped chunks whose time is not noted yet
-        self.just_skipped: list[int] = []
-        # chunks with a part that was cancelled with grace
-        self.in_grace: set[int] = set()
-        # when the worker is killed if it still runs such a part, on the same clock
-        self.grace_ends = math.inf
+        self._numbers = numbers
+        self._link = link
+        self.is_far = link is not None
 
-    def __bool__(self) -> bool:
-        return bool(self.chunks)
+    def at(self) -> tuple[int, int] | None:
+        """Return the chunk and the position of the call that was noted last.
 
-    def add(self, number: int, chunk: Chunk, now: float) -> None:
-        if not self.chunks:
-            self.since = now
-        self.chunks[number] = chunk
-
-    def take(self, number: int, now: float) -> Chunk:
-        """Take a chunk that is answered."""
-        self.seconds += now - self.since
-        self.since = now
-        chunk = self.chunks.pop(number)
-        self._skipped.pop(number, None)
-        if self.in_grace:
-            self.grace_ends = math.inf
-            self.look_at_grace(now)
-        return chunk
-
-    def put_back(self, number: int, chunk: Chunk) -> None:
-        """Put a chunk back, because its answer could not be read to the end."""
-        self.chunks = {number: chunk, **self.chunks}
-
-    def drop_behind(self) -> None:
-        """Forget all chunks except the first, because other workers get them."""
-        for number in list(self.chunks)[1:]:
-            del self.chunks[number]
-
-    def end(self) -> None:
-        """Forget all chunks, because the worker is gone."""
-        self.chunks.clear()
-        self.progress_record = None
-
-    # --- the worker's progress
-
-    @property
-    def has_work(self) -> bool:
-        """Whether the worker has not answered a call, backward or request. It may still have to
-        answer a chunk whose calls were all taken back."""
-        return any(
-            chunk.calls or chunk.backwards or chunk.request is not None
-            for chunk in self.chunks.values()
-        )
-
-    @property
-    def first(self) -> Chunk | None:
-        return next(iter(self.chunks.values()), None)
-
-    def is_at(self, operation: Operation) -> bool:
-        first = self.first
-        return first is not None and first.operation is operation
-
-    def begun(self) -> tuple[int, float]:
-        """Return the position of the running call in the first chunk, and when it began.
-
-        The position is -1 if no call runs. It counts calls that are not answered.
+        Return None while the worker goes on to another chunk.
         """
-        number, chunk = next(iter(self.chunks.items()), (None, None))
-        progress_record = self.progress_record
-        if (
-            chunk is None
-            or progress_record is None
-            or progress_record[ProgressRecord.CHUNK] != number
-        ):
-            return -1, self.since
+        numbers = self._numbers
+        chunk = numbers[ProgressRecord.CHUNK]
         in_order()
-        return progress_record[ProgressRecord.POSITION] - chunk.answered, max(
-            self.since, progress_record[ProgressRecord.STARTED] / 1e9
-        )
+        position = numbers[ProgressRecord.POSITION]
+        in_order()
+        is_between = chunk == ProgressRecord.BETWEEN or chunk != numbers[ProgressRecord.CHUNK]
+        return None if is_between else (chunk, position)
 
-    def limited_since(self, now: float) -> float:
-        """Return since when the time limit of the running call, or of the next one, counts.
-
-        No limit includes the loading of a function.
-        """
-        since, progress_record = self.begun()[1], self.progress_record
-        if progress_record is None:
-            return since
-        started = progress_record[ProgressRecord.STARTED]
-        return now if started == ProgressRecord.LOADING else max(since, started / 1e9)
-
-    def is_at_call(self, call: tuple[int, int] | None) -> bool:
-        """Whether the worker runs the call at this position of this message; -1 means any call."""
-        number, chunk = next(iter(self.chunks.items()), (None, None))
-        if call is None or chunk is None or call[0] != number:
-            return False
-        position = self.begun()[0]
-        return call[1] == -1 or (position >= 0 and call[1] == position + chunk.answered)
+    @property
+    def started(self) -> float | None:
+        """When that call began, on the clock of time.monotonic; None while the worker loads a
+        function."""
+        started = self._numbers[ProgressRecord.STARTED]
+        return None if started == ProgressRecord.LOADING else started / 1e9
 
     @property
     def offset(self) -> int:
-        """The place of the running item in its bundle."""
-        return 0 if self.progress_record is None else self.progress_record[ProgressRecord.OFFSET]
+        return self._numbers[ProgressRecord.OFFSET]
 
-    @property
-    def is_at_wanted(self) -> bool:
-        chunk, position = self.first, max(self.begun()[0], 0)
-        # If all calls were taken back, none is left.
-        return chunk is not None and any(chunk.wanted()[position : position + 1])
+    def skip(self, number: int, under_way: Container[int]) -> bool:
+        """Write that the chunk is skipped, and return whether this is new.
 
-    # --- calls that the worker is to skip
-
-    def cancel(self, operation: Operation) -> None:
-        """Have the worker skip the rest of chunks that are not needed any more."""
-        for number, chunk in self.chunks.items():
-            if chunk.operation is operation and all(
-                call.index >= operation.limit for _, call in chunk.calls
-            ):
-                self._skip(number)
-
-    def _skip(self, number: int) -> bool:
-        """Have the worker skip the chunk, and return whether this is new to it.
-
-        The chunk gets a place in the progress record that no other chunk under way has, because
-        that chunk must stay skipped. A worker process has a place for each chunk that it is sent at
-        a time. In the caller's own process there may be more chunks than places.
+        The chunk gets a place that no other chunk under way has, because that chunk must stay
+        skipped. A worker process has a place for each chunk that it is sent at a time. In the
+        caller's own process there may be more chunks than places.
         """
-        progress_record = self.progress_record
-        if progress_record is None:
-            return False
         places = range(ProgressRecord.SKIPPED, ProgressRecord.COUNT)
-        free = [place for place in places if progress_record[place] not in self.chunks]
-        if not free or any(progress_record[place] == number for place in places):
+        free = [place for place in places if self._numbers[place] not in under_way]
+        if not free or any(self._numbers[place] == number for place in places):
             return False
-        progress_record[free[0]] = number
-        self._skipped[number] = math.inf
-        self.just_skipped.append(number)
-        if self.link is not None:
-            self.link.skip(free[0], number)
+        self._numbers[free[0]] = number
+        if self._link is not None:
+            self._link.skip(free[0], number)
         return True
 
-    def note_skips(self, now: float) -> None:
-        """Note since when chunks are skipped: a moment after the worker could see it."""
-        for number in self.just_skipped:
-            if number in self._skipped:
-                self._skipped[number] = now
-        self.just_skipped.clear()
-
-    def skip_unbegun(self, now: float) -> bool:
-        """Have the worker skip calls that others may run, and return whether any are new to it."""
-        are_news = [self._skip(number) for number in self._for_others()]
-        return any(are_news) or any(now - since < SEEN for since in self._skipped.values())
-
-    def unbegun(self, now: float) -> list[tuple[int, int]]:
-        """Return chunks, and how many calls at the end of each the worker will surely not begin.
-
-        The worker notes each call in the record, then checks if the chunk is skipped. Some time
-        after the skip was written, the record shows the last call that it will run. Before that,
-        the worker may have begun one more call, which cannot be read here yet, but not two.
-        """
-        progress_record = self.progress_record
-        if progress_record is None:
-            return []
-        if self.link is not None:
-            return self._skipped_by_agent(self.link)
-        for_others = self._for_others()
-        at = progress_record[ProgressRecord.CHUNK]
-        in_order()
-        position = progress_record[ProgressRecord.POSITION]
-        in_order()
-        # The worker goes on to another call at this moment.
-        if at == ProgressRecord.BETWEEN or at != progress_record[ProgressRecord.CHUNK]:
-            return []
-        found = []
-        # Chunks before the running one are answered, though the answers may be on their way.
-        is_answered = at in self.chunks
-        for number, chunk in self.chunks.items():
-            begun = -1
-            if number == at:
-                is_answered, begun = False, position - chunk.answered
-            if is_answered or number not in for_others:
-                continue
-            count = len(chunk.calls) - begun - 1
-            if now - self._skipped.get(number, now) < SEEN:
-                count = 0 if stays_together(chunk) else count - 1
-            if count > 0:
-                found.append((number, count))
-        return found
-
-    def _skipped_by_agent(self, link: WorkerLink) -> list[tuple[int, int]]:
-        """Return whole chunks behind the first, which the node agent has skipped.
+    def skipped(self) -> Container[int]:
+        """Return the chunks that the node agent has skipped.
 
         A worker answers a chunk before it checks whether the next one is skipped.
         """
         # The worker may have answered its first chunk.
-        if link.has_more():
-            return []
-        skipped = link.skipped.values()
-        return [
-            (number, len(chunk.calls))
-            for number, chunk in self._for_others().items()
-            if number in skipped
-        ]
+        if self._link is None or self._link.has_more():
+            return ()
+        return self._link.skipped.values()
 
-    def take_back(self, now: float) -> list[tuple[Operation, list[PackedCall]]]:
-        """Take back the calls that `unbegun` counts.
-
-        Another request, after `SEEN` seconds or a node agent's report, may take back more.
-        """
-        self.skip_unbegun(now)
-        taken = []
-        # The calls are counted after the worker can see that they are skipped.
-        for number, count in self.unbegun(now):
-            if number in self._skipped:
-                chunk = self.chunks[number]
-                assert chunk.operation is not None
-                taken.append((chunk.operation, [call for _, call in chunk.calls[-count:]]))
-                del chunk.calls[-count:]
-        return taken
-
-    @property
-    def has_for_others(self) -> bool:
-        """Whether there are calls behind the running one that the worker can be made to skip."""
-        chunks = self.chunks
-        if not chunks or self.progress_record is None:
-            return False
-        # This runs in each turn, and most chunks have one call.
-        if len(chunks) == 1 and len(next(iter(chunks.values())).calls) <= 1:
-            return False
-        first, position = next(iter(self.chunks), None), self.begun()[0]
-        return any(
-            len(chunk.calls) > (position + 1 if number == first else 0)
-            for number, chunk in self._for_others().items()
-        )
-
-    def _for_others(self) -> dict[int, Chunk]:
-        """Return the chunks whose calls other workers may run, if they have not begun.
-
-        Chunks that stay together, or are behind a node agent, are only given back as a whole.
-        """
-        found = {}
-        for place, (number, chunk) in enumerate(self.chunks.items()):
-            is_divisible = self.link is None and not stays_together(chunk)
-            if chunk.operation is not None and (place > 0 or is_divisible):
-                found[number] = chunk
-        return found
-
-    # --- calls that are cancelled with grace
-
-    def cancel_with_grace(self, operation: Operation | None, now: float) -> None:
-        """Cancel all chunks of the operation, or of all operations if it is None."""
-        wanted = [number for number, chunk in self.chunks.items() if chunk.operation is not None]
-        self._put_in_grace(
-            [
-                each
-                for each in wanted
-                if operation is None or self.chunks[each].operation is operation
-            ],
-            now,
-        )
-
-    def cancel_backward(
-        self, graph_task: int, error: BaseException, now: float
-    ) -> list[Backward | SumRequest]:
-        """Cancel the parts of the backward with this number, and return them.
-
-        Threads that wait for them get the error.
-        """
-        parts, numbers = list[Backward | SumRequest](), []
-        for number, chunk in self.chunks.items():
-            found = [
-                each
-                for each in (*chunk.backwards, chunk.request)
-                if each is not None and each.graph_task == graph_task
-            ]
-            for each in found:
-                each.settle(error_maker(error))
-            if found:
-                numbers.append(number)
-                parts += found
-        self._put_in_grace(numbers, now)
-        return parts
-
-    def _put_in_grace(self, numbers: Sequence[int], now: float) -> None:
-        """Skip calls that have not begun, and give the running ones a grace period.
-
-        The chunks are not needed any more, or not as a whole.
-        """
-        for number in numbers:
-            self.in_grace.add(number)
-            if not any(self.chunks[number].wanted()):
-                self._skip(number)
-        self.look_at_grace(now)
-
-    def look_at_grace(self, now: float) -> None:
-        """Begin or end the grace period, because the first chunk has changed.
-
-        It may have been cancelled with grace, or answered, or the worker's other work is not needed
-        any more.
-        """
-        self.in_grace.intersection_update(self.chunks)
-        if next(iter(self.chunks), None) not in self.in_grace:
-            self.grace_ends = math.inf
-        elif self.grace_ends == math.inf:
-            self.give_grace(now)
-
-    def give_grace(self, now: float) -> None:
-        """Begin a grace period for the worker's running call."""
-        self.grace_ends = now + GRACE_PERIOD
-        if self.link is not None:
-            self.link.follow(2 * GRACE_PERIOD)
-
-
-def stays_together(chunk: Chunk) -> bool:
-    return chunk.operation is not None and chunk.operation.options.chunksize is not None
-
-
-# --- settings of all workers
-
-
-class Settings(NamedTuple):
-    """Holds the settings of a scheduler. Each worker is sent some of them (`Start`)."""
-
-    workers: int
-    # the pickle of (function or None, arguments)
-    initializer: bytes
-    # intra-op threads; None if no number was given
-    threads: int | None
-    # A worker is replaced after this many calls.
-    calls: int | None
-    # how often a call runs again after its worker died; with 0, lost work stays lost
-    retries: int
-    # how often a call runs again after it took too long
-    timeout_retries: int
-    # how many bytes graphs in a worker may take; beyond that they are dropped and rebuilt
-    graph_bytes: int | None
-    # Graphs are also dropped if memory is about to run out.
-    spares_memory: bool
-    # the code of each worker's device
-    devices: tuple[int, ...] | None = None
-    # Workers are threads of this process, so they cannot be killed.
-    in_process: bool = False
-    # Workers may be on other machines.
-    remote: bool = False
-    # changes of the caller's environment since the pool began, if workers follow it
-    since: EnvironmentChanges | None = None
-    # Calls run in the thread that waits for them.
-    in_caller: bool = False
-
-    @property
-    def recoverable(self) -> bool:
-        """Whether calls are kept as long as their graphs, so that they can run again."""
-        return self.retries > 0 or self.graph_bytes is not None
-
-
-def worker_devices(
-    devices: Device | Sequence[Device] | None, processes: int | None, engine: str, context: object
-) -> tuple[int, ...] | None:
-    """Return the code of each worker's device for `Pool(devices=...)`, or None if that is None.
-
-    `accelerator.device_code` makes the codes.
-
-    Raises:
-        ValueError, TypeError: a device does not exist, or does not fit the engine or the number of
-            processes.
-    """
-    traits = traits_of(engine)
-    if devices is None:
-        if not traits.on_cpu:
-            raise ValueError(
-                f'engine "{engine}" runs on a GPU; say on which (devices="cuda:0", processes=4)'
-            )
-        return None
-    if not traits.on_devices:
-        others = ", ".join(name for name, each in ENGINES.items() if each.traits.on_devices)
-        raise ValueError(f"devices are for engines {others} (engine: {engine!r})")
-    kind = INSTALLED.accelerator.type
-    if isinstance(devices, str) and devices == kind:
-        codes = [code + 1 for code in range(device_count(devices))]
-    elif isinstance(devices, (str, torch.device)):
-        codes = [device_code_named(devices, "devices")] * (1 if processes is None else processes)
-    elif isinstance(devices, Sequence):
-        codes = [device_code_named(device, "devices") for device in devices]
-    else:
-        raise TypeError(
-            f"devices must be a device, or a list of one for each worker (devices: {devices!r})"
-        )
-    if not codes:
-        raise ValueError(f"devices must name at least one (devices: {devices!r})")
-    if processes is not None and processes != len(codes):
-        raise ValueError(
-            f"devices say how many workers there are ({len(codes)}); leave processes out "
-            f"(processes: {processes})"
-        )
-    if not traits.on_cpu and 0 in codes:
-        raise ValueError(
-            f'engine "{engine}" runs on GPUs only; use "thread" on the CPU (devices: {devices!r})'
-        )
-    if any(codes) and getattr(context, "_name", context) == "fork":
-        raise ValueError(
-            'a forked process cannot use the GPUs of its parent (context: "fork"); leave context '
-            'out, or "spawn"'
-        )
-    return tuple(codes)
+    def follow(self, seconds: float) -> None:
+        """Have the node agent report where the worker is, for this number of seconds."""
+        if self._link is not None:
+            self._link.follow(seconds)

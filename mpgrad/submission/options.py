@@ -21,7 +21,7 @@ from mpgrad.pickling import classes
 from mpgrad.pickling.exceptions import not_carried
 from mpgrad.pickling.initializer import dumps_initializer
 from mpgrad.progress import Progress
-from mpgrad.scheduling.worker_handle import Settings, worker_devices
+from mpgrad.scheduling.settings import Settings, worker_devices
 from mpgrad.submission.results import seconds_or_none
 from mpgrad.system import bytes_of, usable_cpus
 

@@ -27,7 +27,7 @@ import torch
 from conftest import PATIENCE, limit_only_what_hangs
 
 import mpgrad
-from mpgrad.scheduling import cancelling
+from mpgrad.machine import deaths
 from mpgrad.tracebacks import OWN_FOLDER, shown
 from mpgrad.wire.messages import TRACEBACK_SIGNAL
 
@@ -387,7 +387,7 @@ def test_every_fatal_signal_leaves_a_stack(name: str, fork_server: mpgrad.Pool) 
 def test_the_stack_of_a_worker_that_takes_too_long(
     in_c: bool, fork_server: mpgrad.Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cancelling, "TRACEBACK_PATIENCE", PATIENCE)
+    monkeypatch.setattr(deaths, "TRACEBACK_PATIENCE", PATIENCE)
     begun = tmp_path / "begun"
 
     def stuck(k: int) -> None:
@@ -481,7 +481,7 @@ def test_a_call_that_ends_just_in_time_is_not_blamed(
         assert worker.termination is not None
         worker.termination = worker.termination._replace(moment=now)
 
-    monkeypatch.setattr(cancelling, "TRACEBACK_PATIENCE", 600.0)
+    monkeypatch.setattr(deaths, "TRACEBACK_PATIENCE", 600.0)
     with mpgrad.Pool(1, retries=0) as pool:
         pool.apply(be_deaf)
         assert pool.map(ends_too_late, [1], timeout=0.1) == [1]
@@ -542,7 +542,7 @@ def test_the_stack_of_an_initializer_that_crashes(fork_server: mpgrad.Pool) -> N
 
 
 def test_stacks_of_workers_of_a_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cancelling, "TRACEBACK_PATIENCE", PATIENCE)
+    monkeypatch.setattr(deaths, "TRACEBACK_PATIENCE", PATIENCE)
     begun = tmp_path / "begun"
 
     def stuck(k: int) -> None:

@@ -21,8 +21,8 @@ import pytest
 from conftest import first_are_quick, gone, linux_only, staffed
 
 import mpgrad
+from mpgrad.machine.under_way import Chunk
 from mpgrad.pickling.modules import UncarriedName
-from mpgrad.scheduling.chunk_writer import Chunk
 from mpgrad.workers import ending
 
 ITEMS = 20

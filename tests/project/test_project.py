@@ -348,11 +348,11 @@ def places_of_classes() -> dict[str, list[str]]:
 ORDINARY = """
     accelerator accessor actor add admission advice agent answer argument attribute backend bar
     block broadcast bucket budget buffer byte cache canceller category change check clock
-    cluster column concatenation container context counter deadline delivery dependency
+    cluster column concatenation container context counter deadline death delivery dependency
     descriptor device dispatcher driver entry environment error exception executor exit failure
     feeder filler filter finder finding fingerprint fold follower fork forward frame function
     generator handle handler hello hook identity initializer input iterator jacobian job kind
-    launcher layout level lifecycle link listener location logger lookup loopback map mapping
+    launcher layout level lifecycle limit link listener location logger lookup loopback map mapping
     mean memory merge method mode module monitor name namespace number option origin outcome
     outlet output overlay packer part path payload phase pickle pickler pipe place plan
     prediction predictor process product program promise queue receiver recovery reduction ref
@@ -360,7 +360,7 @@ ORDINARY = """
     scatter scheduler search second seed sender setting settlement setup share side slice
     snapshot socket source span spec stage starter stat state story submitter sum table
     termination text thread timeline timer timing trace traceback tracer tracker traffic trait
-    transfer transport trial unpickler use value waiter warning writer
+    transfer transport trial unpickler use value verdict waiter warning writer
 """
 # messages that tell the receiver to do something
 ORDERS = "collect define follow forget recompute release start stop"

@@ -22,9 +22,11 @@ from conftest import first_are_quick, staffed
 import mpgrad
 from mpgrad.calls import operations
 from mpgrad.calls.packing import pickled_function
+from mpgrad.machine.deaths import Death
 from mpgrad.machine.policy import MOST_BUNDLED, NEAR
 from mpgrad.machine.queue import SORTED, CallQueue
-from mpgrad.scheduling.worker_handle import SentChunks
+from mpgrad.machine.under_way import Chunk, SentChunks
+from mpgrad.scheduling.worker_handle import WatchedProgressRecord
 from mpgrad.wire.agent_messages import ProgressRecord, in_order
 from mpgrad.workers.run import ProgressWriter
 
@@ -395,7 +397,7 @@ def test_where_a_worker_is_does_not_depend_on_the_machine(monkeypatch: pytest.Mo
     ProgressWriter.begin(progress, 7, 3)
     assert did[-5:] == [(0, ProgressRecord.BETWEEN), "in order", (1, 3), "in order", (0, 7)]
     under_way: Any = SentChunks()
-    under_way.progress_record = progress._numbers
+    under_way.progress = WatchedProgressRecord(progress._numbers)
     did.clear()
     assert under_way.unbegun(0.0) == []
     assert did == [0, "in order", 1, "in order", 0]
@@ -434,9 +436,6 @@ def test_short_calls_are_sent_ahead_even_where_they_are_the_last(
 def test_a_chunk_stays_skipped_while_another_is() -> None:
     """What had been given to others was run all the same, if the worker was slow to look; then the
     pool was broken."""
-    from mpgrad.scheduling.chunk_writer import Chunk
-    from mpgrad.scheduling.worker_handle import SentChunks
-    from mpgrad.wire.agent_messages import ProgressRecord
 
     def chunk(operation: Any, numbers: range) -> Any:
         return Chunk(
@@ -450,48 +449,47 @@ def test_a_chunk_stays_skipped_while_another_is() -> None:
     options = types.SimpleNamespace(chunksize=None)
     first, second = (types.SimpleNamespace(options=options, limit=9) for _ in range(2))
     under_way = SentChunks()
-    under_way.progress_record = memoryview(bytearray(8 * ProgressRecord.COUNT)).cast("q")
+    record = memoryview(bytearray(8 * ProgressRecord.COUNT)).cast("q")
+    under_way.progress = WatchedProgressRecord(record)
     under_way.chunks = {1: chunk(first, range(1)), 2: chunk(first, range(1, 6))}
-    under_way.progress_record[ProgressRecord.CHUNK] = 1  # which it runs
+    record[ProgressRecord.CHUNK] = 1  # which it runs
     ((_, taken),) = under_way.take_back(now=0.0)
     assert len(taken) == 4
     del under_way.chunks[1]  # it is answered, and the worker has yet to look at the next
     under_way.chunks[3] = chunk(second, range(1))
     second.limit = 0
-    under_way.cancel(second)  # type: ignore[arg-type]
-    assert set(under_way.progress_record[ProgressRecord.SKIPPED :]) == {2, 3}
+    under_way.cancel(second)
+    assert set(record[ProgressRecord.SKIPPED :]) == {2, 3}
 
 
 @pytest.mark.slow
 def test_a_worker_is_lost_at_calls_that_were_taken_back() -> None:
     """It has to answer that it ran none of them, and may die, or be killed, before it does."""
-    from mpgrad.scheduling.chunk_writer import Chunk
     from mpgrad.scheduling.lifecycle import Lifecycle
     from mpgrad.scheduling.recovery import Recovery
     from mpgrad.scheduling.worker_handle import WorkerHandle
-    from mpgrad.wire.agent_messages import ProgressRecord
 
     operation: Any = types.SimpleNamespace(limit=9, options=types.SimpleNamespace(chunksize=None))
     worker = WorkerHandle(1, types.SimpleNamespace(lost=""))  # type: ignore[arg-type]
-    worker.under_way.progress_record = memoryview(bytearray(8 * ProgressRecord.COUNT)).cast("q")
+    record = memoryview(bytearray(8 * ProgressRecord.COUNT)).cast("q")
+    worker.under_way.progress = WatchedProgressRecord(record)
     for number in (1, 2):
         worker.under_way.chunks[number] = Chunk(
             operation, [(number, types.SimpleNamespace(index=number))], [], None, None
         )  # type: ignore[list-item]
-    worker.under_way.progress_record[ProgressRecord.CHUNK] = 1
+    record[ProgressRecord.CHUNK] = 1
     worker.under_way.skip_unbegun(now=0.0)
     worker.under_way.note_skips(now=0.0)
     ((_, taken),) = worker.under_way.take_back(now=1.0)
-    assert [call.index for call in taken] == [2] and 2 in worker.under_way.progress_record[
-        ProgressRecord.SKIPPED :
-    ]
+    assert [call.index for call in taken] == [2] and 2 in record[ProgressRecord.SKIPPED :]
     assert worker.under_way.is_at_wanted
     del worker.under_way.chunks[1]
     assert not worker.under_way.is_at_wanted
     settings: Any = types.SimpleNamespace(retries=0, timeout_retries=0)
     nothing: Any = None
     recovery = Recovery({}, nothing, settings, Lifecycle(), nothing, lambda operation, now: None)
-    assert not recovery.blame(worker, -9, [worker.under_way.chunks[2]], -1, -1, 0.0)
+    at = Death([worker.under_way.chunks[2]], position=-1, offset=-1, blames=True)
+    assert not recovery.blame(worker, -9, at, 0.0)
     # it had looked at the next call, to see that this is somebody else's
     worker.under_way.chunks[2].calls.append((2, types.SimpleNamespace(index=2)))  # type: ignore[arg-type]
-    assert not recovery.blame(worker, -9, [worker.under_way.chunks[2]], 1, -1, 0.0)
+    assert not recovery.blame(worker, -9, at._replace(position=1), 0.0)

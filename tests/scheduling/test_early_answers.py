@@ -22,8 +22,8 @@ from conftest import linux_only
 import mpgrad
 from mpgrad.machine.policy import SEEN, ChunkSeconds
 from mpgrad.machine.queue import LONG_CALL, CallQueue
-from mpgrad.scheduling.chunk_writer import Chunk
-from mpgrad.scheduling.worker_handle import SentChunks
+from mpgrad.machine.under_way import Chunk, SentChunks
+from mpgrad.scheduling.worker_handle import WatchedProgressRecord
 from mpgrad.wire.agent_messages import ProgressRecord
 
 ENOUGH = 30.0  # seconds, where a fault takes for ever
@@ -251,7 +251,7 @@ def test_positions_count_from_the_first_call_that_is_not_answered() -> None:
     calls: Any = [(k, types.SimpleNamespace(index=k, items=1)) for k in range(6)]
     under_way = SentChunks()
     record = memoryview(bytearray(8 * ProgressRecord.COUNT)).cast("q")
-    under_way.progress_record = record
+    under_way.progress = WatchedProgressRecord(record)
     under_way.chunks[1] = chunk = Chunk(operation, calls, [], None, None)
     record[ProgressRecord.CHUNK], record[ProgressRecord.POSITION] = 1, 3
     chunk.note_answered(2)
@@ -278,7 +278,8 @@ def test_a_call_may_be_late_long_before_its_chunk() -> None:
     workers: Any = []
     for number in range(2):
         under_way = SentChunks()
-        under_way.progress_record = memoryview(bytearray(8 * ProgressRecord.COUNT)).cast("q")
+        record = memoryview(bytearray(8 * ProgressRecord.COUNT)).cast("q")
+        under_way.progress = WatchedProgressRecord(record)
         calls: Any = [(k, types.SimpleNamespace(index=k, items=1)) for k in range(3)]
         under_way.add(number + 1, Chunk(operation, calls, [], None, None), now=0.0)
         workers.append(types.SimpleNamespace(ready=True, retiring=False, under_way=under_way))

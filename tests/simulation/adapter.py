@@ -43,7 +43,7 @@ from mpgrad.memory import arena
 from mpgrad.scheduling import caller_memory, gradients, recovery, supervisor
 from mpgrad.scheduling.dispatcher import Dispatcher
 from mpgrad.scheduling.gradients import OperationLink
-from mpgrad.scheduling.worker_handle import Settings
+from mpgrad.scheduling.settings import Settings
 from mpgrad.torch_state.modes import current_modes
 from mpgrad.wire.messages import LogLevels
 from mpgrad.wire.tensor_refs import NUMBER_OF_DTYPE, PackedTensor
@@ -365,7 +365,7 @@ def calls_behind(scheduler: SimulatedScheduler, number: int, running: tuple[int,
     for at, chunk in chunks.items():
         is_first = at == running[0]
         stays = chunk.operation is None or chunk.operation.options.chunksize is not None
-        if chunk.operation is None or (is_first and (stays or worker.under_way.link is not None)):
+        if chunk.operation is None or (is_first and (stays or worker.under_way.progress.is_far)):
             continue
         begun = running[1] + 1 - chunk.answered if is_first else 0
         found += sum(chunk.wanted()[begun:])

@@ -22,7 +22,7 @@ MOST_FILES, MOST_LINES = 8, 500
 # imports the modules behind a stub of the package, and prints what they brought
 ALONE = """
 import __future__, collections, dataclasses, enum, functools, heapq, itertools, math
-import sys, types, typing
+import sys, types, typing, weakref
 sys.modules["torch"] = None
 stub = sys.modules["mpgrad"] = types.ModuleType("mpgrad")
 stub.__path__ = [sys.argv[1]]
@@ -31,6 +31,17 @@ for name in sys.argv[2:]:
     __import__(f"mpgrad.machine.{name}")
 print(*sorted(set(sys.modules) - before))
 """
+
+# runs a program with the same stub, and without torch
+HISTORIES = """
+import runpy, sys, types
+sys.modules["torch"] = None
+stub = sys.modules["mpgrad"] = types.ModuleType("mpgrad")
+stub.__path__ = [sys.argv.pop(1)]
+sys.argv.pop(0)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+PROGRAM = Path(__file__).with_name("alone.py")
 
 
 def test_it_imports_only_itself_and_pure_parts_of_the_standard_library() -> None:
@@ -44,6 +55,16 @@ def test_it_imports_only_itself_and_pure_parts_of_the_standard_library() -> None
         "mpgrad.machine",
         *(f"mpgrad.machine.{name}" for name in MODULES),
     }
+
+
+def test_histories_of_the_machine_alone() -> None:
+    """They run without torch, and with a stub of the package around the machine."""
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", HISTORIES, PACKAGE, PROGRAM, "300"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_stranger_can_read_it() -> None:
