@@ -182,9 +182,9 @@ def test_a_long_call_that_took_its_node_along_is_blamed(
         while not result.ready():
             for worker in list(pool._scheduler.workers.values()):
                 chunk, (position, _) = worker.under_way.first, worker.under_way.begun()
-                if chunk is not None and position >= 0:
-                    if [call.index for _, call in chunk.calls[position : position + 1]] == [2]:
-                        (tmp_path / str(worker.pid)).touch()
+                calls = chunk.calls[max(0, position) : position + 1] if chunk is not None else []
+                if [call.index for _, call in calls] == [2]:
+                    (tmp_path / str(worker.pid)).touch()
             time.sleep(0.01)
         with pytest.raises(mpgrad.WorkerDiedError) as caught:
             result.get()

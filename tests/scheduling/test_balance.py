@@ -66,16 +66,13 @@ def test_what_stands_behind_a_long_call_goes_to_others(
     for _ in range(3):
         pool.map(run, [(0, 0.0, str(tmp_path))] * 100)
     (tmp_path / "0").unlink()
-    # The long one ends when others have begun all but what it may have begun, and what is shorter
-    # than a message.
+    # The long one raises unless others begin all but what its worker may have begun, and what is
+    # shorter than a message.
     long = float(most + 3 - 240)
     items = [(number, long if number == 40 else 1e-3, str(tmp_path)) for number in range(240)]
     found = pool.map(run, source(items))
     assert [number for number, _ in found] == list(range(240))
     assert runs(tmp_path) == [1] * 240  # each once
-    slow = found[40][1]
-    behind = [pid for _, pid in found[41:]]
-    assert behind.count(slow) <= most + 3
 
 
 def test_what_is_worth_a_message_goes_to_others_at_once(
@@ -86,13 +83,12 @@ def test_what_is_worth_a_message_goes_to_others_at_once(
         pool.map(run, [(0, 1e-3, str(tmp_path))] * 100)
     (tmp_path / "0").unlink()
     monkeypatch.setattr("mpgrad.machine.queue.LATE", math.inf)
-    # the long one ends when others have begun all but what it may have begun, and what is shorter
-    # than a message
+    # the long one raises unless others begin all but what its worker may have begun, and what is
+    # shorter than a message
     items = [(number, -116.0 if number == 40 else 1e-3, str(tmp_path)) for number in range(120)]
     found = pool.map(run, iter(items))
+    assert [number for number, _ in found] == list(range(120))
     assert runs(tmp_path) == [1] * 120
-    slow = found[40][1]
-    assert [pid for _, pid in found[41:]].count(slow) <= 4
 
 
 def test_calls_that_are_taken_back_keep_gradients_and_seeds(pool: mpgrad.Pool) -> None:
