@@ -30,9 +30,11 @@ import pytest
 import tqdm
 
 import mpgrad
+from mpgrad.callbacks import CallbackThread
 from mpgrad.engines import launch
 from mpgrad.engines.launch import ForkServerLauncher, program
 from mpgrad.machine import deaths
+from mpgrad.machine.queue import CallQueue
 from mpgrad.machine.timing import Prediction
 from mpgrad.scheduling.known_functions import KnownFunctions
 from mpgrad.scheduling.worker_handle import WorkerHandle
@@ -61,6 +63,8 @@ def fork_server() -> Iterator[mpgrad.Pool]:
     multiprocessing.resource_tracker.ensure_running()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "program", program_of_tests)
+        # A busy machine may stop the callbacks thread for longer than a caller waits for it.
+        patch.setattr(CallbackThread.catch_up, "__defaults__", (2.0,))
         with mpgrad.Pool(processes=1) as pool:
             pool.apply(abs, (-1,))
             yield pool
@@ -439,6 +443,12 @@ def staffed(pool: mpgrad.Pool) -> mpgrad.Pool:
     while len(pool.stats().workers) < pool.processes:
         pool.map(time.sleep, [0.01] * (2 * pool.processes), 1)
     return pool
+
+
+@pytest.fixture
+def nothing_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers run what they are given, even if the machine stops one of them for a while."""
+    monkeypatch.setattr(CallQueue, "take_back", lambda self, workers, now: False)
 
 
 def gone(pids: list[int], within: float) -> bool:

@@ -44,6 +44,7 @@ HERE = Path(__file__).parent
 TWO = (Node("a", "alpha", 2), Node("b", "beta", 2))
 ONE_EACH = (Node("a", "alpha", 1), Node("b", "beta", 1))
 LARGE = 250_000
+PATIENCE = 50.0  # seconds, in which an agent and its workers start on a busy machine
 
 
 @contextlib.contextmanager
@@ -135,12 +136,19 @@ def test_filters_of_warnings_hold_on_nodes(on_two_nodes: tuple[mpgrad.Pool, Any]
             assert pool.map(fn, range(4), 1) == [expected] * 4
 
 
-def test_captures_go_to_a_node_once(on_two_nodes: tuple[mpgrad.Pool, Any]) -> None:
+def test_captures_go_to_a_node_once(on_two_nodes: tuple[mpgrad.Pool, Any], tmp_path: Path) -> None:
     pool, _ = on_two_nodes
     staffed(pool, 4)
     weight = torch.ones(50_000, requires_grad=True)
+
+    def product_with(k: int) -> torch.Tensor:
+        (tmp_path / str(os.getpid())).touch()
+        while len(list(tmp_path.iterdir())) < 4:  # each worker gets some
+            time.sleep(1e-3)
+        return (weight * k).sum()
+
     sent = pool.stats().bytes_sent
-    results = pool.map(lambda k: (weight * k).sum(), range(40), 1)
+    results = pool.map(product_with, range(40), 1)
     sum(results).backward()
     # four workers, two nodes
     assert 2 * weight.nbytes <= pool.stats().bytes_sent - sent < 2.3 * weight.nbytes
@@ -368,12 +376,19 @@ def test_time_is_kept_on_the_node(fork_server: mpgrad.Pool) -> None:
     """An answer that was late on its way was an overrun."""
     with cluster(Node("a", "alpha", 1), transport=Stalling, retries=0) as (pool, transport):
         staffed(pool, 1)
-        transport.stalls_at = time.monotonic() + 0.2
-        assert pool.map(lambda x: (time.sleep(0.4), x)[1], [3], timeout=0.8) == [3]
+        for _ in range(5):
+            transport.stalls_at = time.monotonic() + 0.2
+            # a busy machine may stop the call for so long that it is an overrun
+            with contextlib.suppress(mpgrad.CallTimeoutError):
+                assert pool.map(lambda x: (time.sleep(0.4), x)[1], [3], timeout=0.8) == [3]
+                break
+        else:
+            raise AssertionError("each answer was an overrun")
         transport.stalls_at = float("inf")
+        deaths = pool.stats().deaths
         with pytest.raises(mpgrad.CallTimeoutError):
             pool.map(time.sleep, [60], timeout=0.1)
-        assert pool.stats().deaths == 1
+        assert pool.stats().deaths == deaths + 1
 
 
 @pytest.mark.quick
@@ -454,16 +469,22 @@ def test_workers_that_do_nothing_at_all_are_overrun(fork_server: mpgrad.Pool) ->
 
     with cluster(Node("a", "alpha", 1), timeout=0.5) as (pool, _):
         assert pool.map(abs, [-1]) == [1]
+        deaths = pool.stats().deaths
         (worker,) = pool.stats().workers
         os.kill(worker.pid, signal.SIGSTOP)
         assert pool.map(abs, [-1]) == [1]
-        assert pool.stats().deaths == 1
+        assert pool.stats().deaths > deaths
         slow = Slow()
-        assert pool.map(lambda x: (slow, x)[1], [1]) == [1]
-        assert pool.stats().deaths == 1
+        for _ in range(5):  # a busy machine may stop the call itself for that long
+            deaths = pool.stats().deaths
+            assert pool.map(lambda x: (slow, x)[1], [1]) == [1]
+            if pool.stats().deaths == deaths:
+                break
+        else:
+            raise AssertionError("each load was an overrun")
         with pytest.raises(mpgrad.CallTimeoutError, match=r"phase: forward.*tried once"):
             pool.map(lambda x: (slow, time.sleep(60)), [1])
-        assert pool.stats().deaths == 2
+        assert pool.stats().deaths == deaths + 1
         weight = torch.ones(3, requires_grad=True)
         loss = pool.map(lambda x: (weight * x).sum(), [2.0])[0]
         (worker,) = pool.stats().workers
@@ -617,7 +638,8 @@ def unharmed(fork_server: mpgrad.Pool) -> list[torch.Tensor]:
 def test_what_was_lost_is_made_again_bit_for_bit(
     unharmed: list[torch.Tensor], what: str, when: str
 ) -> None:
-    with cluster(*TWO, patience=1.5, deterministic=True, processes=4) as (pool, transport):
+    patience = 1.5 if what == "silent agent" else 10.0
+    with cluster(*TWO, patience=patience, deterministic=True, processes=4) as (pool, transport):
         staffed(pool, 4)
 
         def injure(now: str) -> None:
@@ -714,7 +736,7 @@ def test_a_lost_reply_loses_the_site(fork_server: mpgrad.Pool) -> None:
         pool.map(abs, [-1])
         transport.forgets = True
         assert pool.map(abs, [-1]) == [1]
-        assert pool.stats().deaths == 1
+        assert pool.stats().deaths >= 1
 
 
 @pytest.mark.quick
@@ -852,23 +874,20 @@ def test_nodes_join_and_leave(fork_server: mpgrad.Pool) -> None:
         assert pool.processes == 1
         pool.map(abs, [-1])
         transport.join(Node("b", "beta", 2))
-        deadline = time.monotonic() + 20
-        while {worker.node for worker in pool.stats().workers} != {"alpha", "beta"} or len(
-            pool.stats().workers
-        ) < 3:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        eventually(
+            lambda: sorted(each.node for each in pool.stats().workers) == ["alpha", "beta", "beta"]
+        )
         assert pool.processes == 3
         transport.part("a")
         transport.agents[0].process.kill()
-        while pool.processes != 2 or {worker.node for worker in pool.stats().workers} != {"beta"}:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        eventually(
+            lambda: pool.processes == 2 and {each.node for each in pool.stats().workers} == {"beta"}
+        )
         assert pool.map(abs, range(-4, 0)) == [4, 3, 2, 1]
 
 
-def eventually(satisfied: Callable[[], bool], seconds: float = 20) -> None:
-    deadline = time.monotonic() + seconds
+def eventually(satisfied: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
     while not satisfied():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -1003,10 +1022,7 @@ def test_a_node_with_another_version_joins(
         pool.map(abs, [-1])
         transport.join(Node("b", "beta", 1))
         engine: Any = pool._scheduler.engine
-        deadline = time.monotonic() + 20
-        while "b" not in engine._avoided:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        eventually(lambda: "b" in engine._avoided)
         assert pool.map(abs, range(-4, 0)) == [4, 3, 2, 1]
         assert {worker.node for worker in pool.stats().workers} == {"alpha"}
 
@@ -1017,12 +1033,17 @@ def test_a_busy_caller_is_no_silence(fork_server: mpgrad.Pool) -> None:
     dead."""
     with cluster(Node("a", "alpha", 1), patience=1.0) as (pool, _):
         weight = torch.ones(3, requires_grad=True)
-        (result,) = pool.map(lambda x: (weight * x).sum(), [2.0])
-        pool._scheduler.post(lambda now: time.sleep(3))
-        time.sleep(0.1)
-        result.backward()
-        assert weight.grad is not None and weight.grad.tolist() == [2.0] * 3
-        assert pool.stats().deaths == 0
+        for _ in range(3):  # a busy machine may stop an agent for that long
+            deaths, weight.grad = pool.stats().deaths, None
+            (result,) = pool.map(lambda x: (weight * x).sum(), [2.0])
+            pool._scheduler.post(lambda now: time.sleep(3))
+            time.sleep(0.1)
+            result.backward()
+            assert torch.equal(weight.grad, torch.full((3,), 2.0))  # type: ignore[arg-type]
+            if pool.stats().deaths == deaths:
+                break
+        else:
+            raise AssertionError("each time the caller passed for dead")
 
 
 class Refusing(LocalTransport):

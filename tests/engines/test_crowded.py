@@ -16,7 +16,17 @@ import psutil
 import pytest
 import torch
 from conftest import first_are_quick
-from test_cluster import ONE_EACH, chain, cluster, eventually, grad_of, leaf, serial, staffed
+from test_cluster import (
+    ONE_EACH,
+    PATIENCE,
+    chain,
+    cluster,
+    eventually,
+    grad_of,
+    leaf,
+    serial,
+    staffed,
+)
 
 import mpgrad
 from mpgrad.cluster.transport import AgentOptions, LocalTransport, Node
@@ -77,7 +87,8 @@ def test_graphs_are_made_again_by_those_who_are_there(fork_server: mpgrad.Pool, 
             eventually(lambda: pool.stats().backwards_left > 0)
             transport.make_room()
         assert all(
-            torch.equal(found, x.cos()) for found, x in zip(gradients.result(20), xs, strict=True)
+            torch.equal(found, x.cos())
+            for found, x in zip(gradients.result(PATIENCE), xs, strict=True)
         )
 
 
@@ -98,9 +109,10 @@ def test_join_waits_for_gradients_that_wait_for_room(fork_server: mpgrad.Pool) -
         joined = threads.submit(pool.join)
         transport.make_room()
         assert all(
-            torch.equal(found, x.cos()) for found, x in zip(gradients.result(20), xs, strict=True)
+            torch.equal(found, x.cos())
+            for found, x in zip(gradients.result(PATIENCE), xs, strict=True)
         )
-        joined.result(20)
+        joined.result(PATIENCE)
 
 
 @pytest.mark.slow
@@ -116,40 +128,49 @@ def test_without_retries_the_error_comes_at_once(fork_server: mpgrad.Pool) -> No
         transport.lose("a", "b")
         eventually(lambda: len(transport.waiting) == 2)
         with pytest.raises(mpgrad.WorkerDiedError, match="only rebuilt with retries"):
-            thread.submit(torch.autograd.grad, total, xs).result(20)
+            thread.submit(torch.autograd.grad, total, xs).result(PATIENCE)
 
 
 @pytest.mark.slow
 def test_without_retries_no_call_runs_twice(fork_server: mpgrad.Pool, tmp_path: Path) -> None:
     """An agent that is lost does not say what its workers had begun."""
 
+    notes, go = tmp_path / "notes", tmp_path / "go"
+    notes.mkdir()
+
     def note(k: int) -> int:
-        with (tmp_path / str(k)).open("a") as file:
+        with (notes / str(k)).open("a") as file:
             file.write("x")
-        time.sleep(0.2)
+        while not go.exists():
+            time.sleep(0.01)
         return k
 
     with cluster(*ONE_EACH, transport=Crowded, processes=2, retries=0) as (pool, transport):
         staffed(pool, 2)
         futures = [pool.submit(note, k) for k in range(8)]
-        eventually(lambda: len(list(tmp_path.iterdir())) >= 2)
+        eventually(lambda: len(list(notes.iterdir())) >= 2)
         transport.lose("a")
-        errors = [future.exception(20) for future in futures]
+        go.touch()
+        errors = [future.exception(PATIENCE) for future in futures]
         assert any(errors) and not all(errors)
         for error in errors:
             assert error is None or isinstance(error, mpgrad.WorkerDiedError)
             assert error is None or "phase: forward" in str(error)
-        assert all(file.read_text() == "x" for file in tmp_path.iterdir())
+        assert all(file.read_text() == "x" for file in notes.iterdir())
 
 
 @pytest.mark.slow
-def test_a_long_call_that_took_its_node_along_is_blamed(fork_server: mpgrad.Pool) -> None:
+def test_a_long_call_that_took_its_node_along_is_blamed(
+    fork_server: mpgrad.Pool, tmp_path: Path
+) -> None:
     """And not the first of its chunk."""
     caller = os.getpid()
 
     def last_one_kills(k: int) -> int:
         if k == 2:
-            time.sleep(2.0)  # its agent says each second where its workers are
+            go = tmp_path / str(os.getpid())
+            while not go.exists():  # until its agent has said where it is
+                time.sleep(0.01)
             # beyond the fork server, if there is one
             agent = next(each for each in psutil.Process().parents() if each.ppid() == caller)
             agent.kill()
@@ -157,8 +178,16 @@ def test_a_long_call_that_took_its_node_along_is_blamed(fork_server: mpgrad.Pool
         return k
 
     with cluster(Node("a", "alpha", 1), processes=1, retries=1) as (pool, _):
+        result = pool.map_async(last_one_kills, range(3), 3)
+        while not result.ready():
+            for worker in list(pool._scheduler.workers.values()):
+                chunk, (position, _) = worker.under_way.first, worker.under_way.begun()
+                calls = chunk.calls[max(0, position) : position + 1] if chunk is not None else []
+                if [call.index for _, call in calls] == [2]:
+                    (tmp_path / str(worker.pid)).touch()
+            time.sleep(0.01)
         with pytest.raises(mpgrad.WorkerDiedError) as caught:
-            pool.map(last_one_kills, range(3), 3)
+            result.get()
         assert caught.value.item == 2
 
 
@@ -179,7 +208,7 @@ def test_graphs_of_chains_are_made_again_after_the_end(fork_server: mpgrad.Pool)
         pool._scheduler.leave()
         eventually(lambda: all(worker.state == "retiring" for worker in pool.stats().workers))
         transport.agents[0].process.kill()
-        found = thread.submit(torch.autograd.grad, total, xs).result(20)
+        found = thread.submit(torch.autograd.grad, total, xs).result(PATIENCE)
         assert all(torch.equal(grad, grad_of(serial, x)) for grad, x in zip(found, xs, strict=True))
 
 
@@ -214,7 +243,7 @@ def test_nobody_is_left_to_make_graphs_again(fork_server: mpgrad.Pool, tmp_path:
         eventually(lambda: len(list(tmp_path.iterdir())) == 2 + again)
         other.process.kill()
         with pytest.raises((mpgrad.PoolClosedError, mpgrad.WorkerDiedError)):
-            gradients.result(20)
+            gradients.result(PATIENCE)
 
 
 # --- places
@@ -228,7 +257,7 @@ def test_a_replaced_worker_leaves_its_place_to_its_successor(fork_server: mpgrad
         ThreadPoolExecutor(1) as thread,
         cluster(*ONE_EACH, transport=Crowded, processes=2, maxtasksperchild=4) as (pool, _),
     ):
-        results = thread.submit(pool.map, sine, xs, 1).result(30)
+        results = thread.submit(pool.map, sine, xs, 1).result(PATIENCE)
         assert all(
             torch.equal(found, x.cos())
             for found, x in zip(torch.autograd.grad(sum(results), xs), xs, strict=True)
@@ -260,13 +289,15 @@ def test_a_worker_that_was_refused_is_tried_again_there(
     ):
         staffed(pool, 1)
         (agent,) = pool._scheduler.engine._agents  # type: ignore[attr-defined]
-        agent.refusals, agent.full_until = refusals, time.monotonic() + 0.5
+        # it refuses for a moment, or for longer than this test takes
+        agent.refusals = refusals
+        agent.full_until = time.monotonic() + (0.5 if refusals == 1 else 100.0)
         os.kill(pool.stats().workers[0].pid, signal.SIGKILL)
         found = thread.submit(pool.map, abs, [-1])
         if refusals > 1:
             eventually(lambda: transport.waiting)
             transport.make_room()
-        assert found.result(20) == [1]
+        assert found.result(PATIENCE) == [1]
         assert len(transport.waiting) == refusals - 1
 
 

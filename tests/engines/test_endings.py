@@ -26,7 +26,14 @@ from mpgrad.pickling.modules import UncarriedName
 from mpgrad.workers import ending
 
 ITEMS = 20
+EXIT_PATIENCE = "mpgrad.scheduling.supervisor.EXIT_PATIENCE"
 text = compressed = rows = kept = counter = generator = None  # set in workers, by `opens`
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that a busy machine stops for some seconds is not killed at its end."""
+    monkeypatch.setattr(EXIT_PATIENCE, 30.0)
 
 
 class Holder:
@@ -298,7 +305,8 @@ def test_finalizers_that_fail_or_hang(
     finalized: int,
 ) -> None:
     """One that hangs does not keep the pool from ending, and files have been written by then."""
-    monkeypatch.setattr("mpgrad.scheduling.supervisor.EXIT_PATIENCE", 1.0)
+    if kind is Hanging:
+        monkeypatch.setattr(EXIT_PATIENCE, 2.0)  # as outside of tests
     pool = mpgrad.Pool(1, makes, (kind, str(tmp_path)))
     pool.map(writes_text, range(ITEMS))
     pool.close()

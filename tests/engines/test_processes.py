@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import alive, first_are_quick, gone, in_turn, linux_only
+from conftest import PATIENCE, alive, first_are_quick, gone, in_turn, linux_only
 
 import mpgrad
 from mpgrad.engines.launch import (
@@ -108,7 +108,7 @@ def test_the_tracker_is_the_callers_and_starts_when_a_task_needs_it(end: str) ->
     done = run(TRACKED, end)
     names = done.stdout.split()
     assert len(names) == 4, done.stderr
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + PATIENCE
     while any(os.path.exists(f"/dev/shm/{name}") for name in names):
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -173,10 +173,17 @@ def start_daemon(_: object) -> int | None:
     return process.pid
 
 
-END = {
-    "with block": lambda pool: pool.terminate(),
-    "join": lambda pool: (pool.close(), pool.join()),
-    "another worker": lambda pool: pool.map(abs, range(4), 1),
+def replace_those_of(pids: list[int], pool: mpgrad.Pool) -> None:
+    """One map may be done by others."""
+    deadline = time.monotonic() + PATIENCE
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        pool.map(abs, range(4), 1)
+
+
+END: dict[str, Callable[[list[int], mpgrad.Pool], object]] = {
+    "with block": lambda pids, pool: pool.terminate(),
+    "join": lambda pids, pool: (pool.close(), pool.join()),
+    "another worker": replace_those_of,
 }
 
 
@@ -189,7 +196,7 @@ def test_daemonic_processes_of_tasks_end_with_their_worker(
     with pool:
         pids = pool.map(start_daemon, range(2), 1)
         try:
-            END[end](pool)
+            END[end](pids, pool)
             assert gone(pids, within=20)
         finally:
             for pid in filter(alive, pids):
@@ -621,7 +628,7 @@ def test_the_caller_of_a_fork_server_is_killed(tmp_path: Path, how: str) -> None
         if how == "alone":
             assert gone(pids, within=20)
         else:
-            deadline = time.monotonic() + 5
+            deadline = time.monotonic() + PATIENCE
             while len(list(filter(alive, pids))) == 4 and time.monotonic() < deadline:
                 time.sleep(0.01)
             left = len(list(filter(alive, pids)))

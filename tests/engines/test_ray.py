@@ -81,7 +81,7 @@ def test_a_loop_on_ray(ray_cluster: Any) -> None:
             assert_same_as_serial(lambda x, weight=weight: (x * weight).sin() / weight, xs, pool)
 
 
-def test_captures_go_to_a_ray_node_once(ray_cluster: Any) -> None:
+def test_captures_go_to_a_ray_node_once(ray_cluster: Any, tmp_path: Path) -> None:
     weight = torch.ones(100_000, requires_grad=True)
     ray = importlib.import_module("ray")
     deadline = time.monotonic() + 20
@@ -92,8 +92,15 @@ def test_captures_go_to_a_ray_node_once(ray_cluster: Any) -> None:
     with ray_pool() as pool:
         staffed(pool, 4)
         assert pool.processes == 4
+
+        def product_with(k: int) -> torch.Tensor:
+            (tmp_path / str(os.getpid())).touch()
+            while len(list(tmp_path.iterdir())) < 4:  # each worker gets some
+                time.sleep(1e-3)
+            return (weight * k).sum()
+
         sent = pool.stats().bytes_sent
-        sum(pool.map(lambda k: (weight * k).sum(), range(40), 1)).backward()
+        sum(pool.map(product_with, range(40), 1)).backward()
         lineages = [psutil.Process(worker.pid).parents() for worker in pool.stats().workers]
         agents = {each.pid for lineage in lineages for each in lineage if is_an_agent(each)}
         assert len(agents) == 2

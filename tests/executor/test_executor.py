@@ -91,9 +91,10 @@ def note(path: Path, x: int) -> int:
     return x
 
 
-def slow_note(path: Path, x: int) -> int:
-    time.sleep(0.05)
-    return note(path, x)
+def note_and_wait(path: Path, go: Path, x: int) -> int:
+    note(path, x)
+    until(go)
+    return x
 
 
 def set_variable(name: str, value: str) -> None:
@@ -138,11 +139,19 @@ def test_items_that_come_from_the_executor(kind: Any) -> None:
 @both
 def test_a_map_that_nobody_looks_at_is_cancelled(kind: Any, tmp_path: Path) -> None:
     executor = kind(1)
-    executor.map(functools.partial(slow_note, tmp_path), range(40), chunksize=1)
-    while not list(tmp_path.iterdir()):
+    notes, go = tmp_path / "notes", tmp_path / "go"
+    notes.mkdir()
+    executor.map(functools.partial(note_and_wait, notes, go), range(40), chunksize=1)
+    while not list(notes.iterdir()):
         time.sleep(1e-3)
-    executor.shutdown(cancel_futures=True)
-    assert len(list(tmp_path.iterdir())) < 20
+    last = executor.submit(abs, -1)  # which shows that the shutdown has begun
+    shutdown = threading.Thread(target=executor.shutdown, kwargs={"cancel_futures": True})
+    shutdown.start()
+    while not last.cancelled():
+        time.sleep(1e-3)
+    go.touch()
+    shutdown.join()
+    assert len(list(notes.iterdir())) < 20
 
 
 @pytest.mark.slow
@@ -183,13 +192,19 @@ def test_shutdown_without_waiting(kind: Any, tmp_path: Path) -> None:
 
 
 @both
-def test_shutdown_that_cancels(kind: Any) -> None:
+def test_shutdown_that_cancels(kind: Any, tmp_path: Path) -> None:
     executor = kind(1)
-    futures = [executor.submit(nap, 0.2) for _ in range(10)]
+    go = tmp_path / "go"
+    futures = [executor.submit(until, go) for _ in range(10)]
     while not futures[0].running():
         time.sleep(1e-3)
-    executor.shutdown(cancel_futures=True)
-    assert futures[0].result() == 0.2 and futures[-1].cancelled()
+    shutdown = threading.Thread(target=executor.shutdown, kwargs={"cancel_futures": True})
+    shutdown.start()
+    while not futures[-1].cancelled():
+        time.sleep(1e-3)
+    go.touch()
+    shutdown.join()
+    assert futures[0].result() is None
     assert all(future.done() for future in futures)
     # the other one leaves them where `wait` does not see that they are done
     if kind is mpgrad.Executor:
@@ -237,17 +252,17 @@ def test_asyncio(kind: Any) -> None:
 
 
 @both
-def test_as_completed_and_callbacks(kind: Any) -> None:
-    called: list[float] = []
+def test_as_completed_and_callbacks(kind: Any, tmp_path: Path) -> None:
+    called: list[Any] = []
     with kind(2) as executor:
-        futures = [executor.submit(nap, seconds) for seconds in (0.5, 0.0)]
-        for future in futures:
-            future.add_done_callback(lambda future: called.append(future.result()))
-        assert [future.result() for future in concurrent.futures.as_completed(futures)] == [
-            0.0,
-            0.5,
-        ]
-    assert called == [0.0, 0.5]
+        slow, quick = executor.submit(until, tmp_path / "go"), executor.submit(nap, 0.0)
+        for future in (slow, quick):
+            future.add_done_callback(called.append)
+        completed = concurrent.futures.as_completed([slow, quick])
+        assert next(completed) is quick
+        (tmp_path / "go").touch()
+        assert list(completed) == [slow]
+    assert called == [quick, slow]
 
 
 @both

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import linux_only, open_descriptors
+from conftest import PATIENCE, linux_only, open_descriptors
 
 import mpgrad
 from mpgrad.memory import arena as arenas
@@ -305,7 +305,7 @@ def test_memory_of_an_idle_pool_is_given_back_when_the_child_has_ended(pool2: mp
     child = Child(lambda: numbers(results))
     results.clear()
     child.ask()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + PATIENCE
     while addresses & {address for address, _ in memory.foreign_slabs._views}:
         assert time.monotonic() < deadline
         time.sleep(0.02)

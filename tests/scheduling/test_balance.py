@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import first_are_quick, staffed
+from conftest import PATIENCE, first_are_quick, staffed
 
 import mpgrad
 from mpgrad.calls import operations
@@ -38,10 +38,16 @@ def pool(fork_server: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
 
 
 def run(item: tuple[int, float, str]) -> tuple[int, int]:
+    """Take so many seconds; if they are negative, wait until so many items have been begun."""
     number, seconds, folder = item
     with open(Path(folder) / str(number), "a") as file:  # who ran it
         file.write(f"{os.getpid()}\n")
-    time.sleep(seconds)
+    time.sleep(max(0.0, seconds))
+    deadline = time.monotonic() + PATIENCE
+    while len(os.listdir(folder)) < -seconds:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{len(os.listdir(folder))} items were begun, not {-seconds:.0f}")
+        time.sleep(1e-3)
     return number, os.getpid()
 
 
@@ -62,16 +68,13 @@ def test_what_stands_behind_a_long_call_goes_to_others(
     for _ in range(3):
         pool.map(run, [(0, 0.0, str(tmp_path))] * 100)
     (tmp_path / "0").unlink()
-    items = [(number, 1.0 if number == 40 else 1e-3, str(tmp_path)) for number in range(240)]
-    started = time.perf_counter()
+    # The long one raises unless others begin all but what its worker may have begun, and what is
+    # shorter than a message.
+    long = float(most + 3 - 240)
+    items = [(number, long if number == 40 else 1e-3, str(tmp_path)) for number in range(240)]
     found = pool.map(run, source(items))
-    seconds = time.perf_counter() - started
     assert [number for number, _ in found] == list(range(240))
     assert runs(tmp_path) == [1] * 240  # each once
-    slow = found[40][1]
-    behind = [pid for _, pid in found[41:]]
-    # what it may have begun, and what is shorter than a message
-    assert behind.count(slow) <= most + 3, seconds
 
 
 def test_what_is_worth_a_message_goes_to_others_at_once(
@@ -82,12 +85,12 @@ def test_what_is_worth_a_message_goes_to_others_at_once(
         pool.map(run, [(0, 1e-3, str(tmp_path))] * 100)
     (tmp_path / "0").unlink()
     monkeypatch.setattr("mpgrad.machine.queue.LATE", math.inf)
-    items = [(number, 0.5 if number == 40 else 1e-3, str(tmp_path)) for number in range(120)]
+    # the long one raises unless others begin all but what its worker may have begun, and what is
+    # shorter than a message
+    items = [(number, -116.0 if number == 40 else 1e-3, str(tmp_path)) for number in range(120)]
     found = pool.map(run, iter(items))
+    assert [number for number, _ in found] == list(range(120))
     assert runs(tmp_path) == [1] * 120
-    slow = found[40][1]
-    # what it may have begun, and what is shorter than a message
-    assert [pid for _, pid in found[41:]].count(slow) <= 4
 
 
 def test_calls_that_are_taken_back_keep_gradients_and_seeds(pool: mpgrad.Pool) -> None:
@@ -148,28 +151,32 @@ def test_a_death_with_calls_taken_back(pool: mpgrad.Pool, tmp_path: Path) -> Non
     assert pool.stats().deaths == 1
 
 
-def test_the_last_calls_wait_for_whoever_has_nothing_to_do(fresh_pool: mpgrad.Pool) -> None:
-    def sleeps(seconds: float) -> int:
-        time.sleep(seconds)
-        return os.getpid()
-
-    staffed(fresh_pool).map(sleeps, [0.01] * 8)  # so that it is known how long they take
-    pids = fresh_pool.map(sleeps, [0.5, 0.01, 0.01, 0.01])
+def test_the_last_calls_wait_for_whoever_has_nothing_to_do(
+    fresh_pool: mpgrad.Pool, tmp_path: Path
+) -> None:
+    # so that it is known how long they take
+    staffed(fresh_pool).map(run, [(9, 0.01, str(tmp_path))] * 8)
+    (tmp_path / "9").unlink()
+    items = [(number, 0.01 if number else -4.0, str(tmp_path)) for number in range(4)]
+    pids = [pid for _, pid in fresh_pool.map(run, items)]
     assert pids.count(pids[0]) == 1
 
 
 class Noted:
     """A call of 12 ms, and a line that says who began it. Its item has its own number in every
-    place."""
+    place. While there is a file `hold`, no call ends."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
+        self.hold = file.with_name("hold")
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         number = int(x[0])
         with open(self.file, "a") as file:
             file.write(f"{os.getpid()} {number}\n")
         time.sleep(12e-3)
+        while self.hold.exists():
+            time.sleep(1e-3)
         if len(x) % 2:
             raise ValueError(f"item {number} is odd")
         return x.sum() * torch.rand(())
@@ -196,6 +203,7 @@ def noted(pool: mpgrad.Pool, tmp_path: Path) -> Noted:
     return fn
 
 
+@pytest.mark.usefixtures("nothing_is_taken_back")
 @pytest.mark.parametrize("way", first_are_quick(1, ["map", "starmap", "map_async", "map_reduce"]))
 def test_the_largest_calls_are_begun_first(way: str, pool: mpgrad.Pool, noted: Noted) -> None:
     items = numbered(range(100, 1600, 100))
@@ -214,8 +222,14 @@ def test_the_largest_calls_are_begun_first(way: str, pool: mpgrad.Pool, noted: N
     assert sorted(each[0] for each in begun.values()) == [13, 14]
 
 
-def test_of_many_calls_the_last_ones(pool: mpgrad.Pool, noted: Noted) -> None:
+@pytest.mark.usefixtures("nothing_is_taken_back")
+def test_of_many_calls_the_last_ones(
+    pool: mpgrad.Pool, noted: Noted, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """So that what goes wrong with the first ones is known soon."""
+    # all are packed before a worker hears of one
+    monkeypatch.setattr(pool._scheduler.functions, "own_seconds", lambda pickled: 0.0)
+    monkeypatch.setattr(pool._submitter.feeder, "_bundle_size", lambda operation, total: 1)
     count, last = 60, 2 * SORTED
     pool.map(noted, numbered(range(100, 100 * (count + 1), 100)))
     begun = list(noted.begun().values())
@@ -228,13 +242,17 @@ def test_of_many_calls_the_last_ones(pool: mpgrad.Pool, noted: Noted) -> None:
     assert all(own == sorted(own, reverse=True) for own in late)
 
 
+@pytest.mark.usefixtures("nothing_is_taken_back")
 @pytest.mark.parametrize("way", first_are_quick(2, ["map", "imap", "map_async"]))
 def test_long_calls_go_together_if_nobody_wants_one_first(
-    way: str, pool: mpgrad.Pool, noted: Noted
+    way: str, pool: mpgrad.Pool, noted: Noted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # symptom: each call of 10 ms costs a message, an answer, and later a backward of its own
     items = numbered([100] * 40)
-    before = pool.stats().frames_received
+    # A busy machine may stop a call, which then seems to take longer. Its result leaves early, so
+    # that answers are not counted here.
+    monkeypatch.setattr(pool._scheduler.functions, "seconds", lambda function, unknown: 12e-3)
+    before = pool.stats().frames_sent
     match way:
         case "map":
             pool.map(noted, items)
@@ -242,12 +260,13 @@ def test_long_calls_go_together_if_nobody_wants_one_first(
             pool.map_async(noted, items).get()
         case "imap":
             list(pool.imap(noted, items))
-    frames = pool.stats().frames_received - before
+    frames = pool.stats().frames_sent - before
     assert 30 <= frames <= 60 if way == "imap" else frames <= 25
     for each in noted.begun().values():
         assert each == sorted(each)
 
 
+@pytest.mark.usefixtures("nothing_is_taken_back")
 @pytest.mark.parametrize("way", first_are_quick(2, ["imap", "generator", "equal", "chunksize"]))
 def test_otherwise_calls_are_begun_in_the_order_of_the_items(
     way: str, pool: mpgrad.Pool, noted: Noted
@@ -266,6 +285,7 @@ def test_otherwise_calls_are_begun_in_the_order_of_the_items(
         assert each == sorted(each)
 
 
+@pytest.mark.usefixtures("nothing_is_taken_back")
 def test_calls_that_waited_for_others_are_put_in_order_too(
     pool: mpgrad.Pool, noted: Noted, tmp_path: Path
 ) -> None:
@@ -277,8 +297,11 @@ def test_calls_that_waited_for_others_are_put_in_order_too(
         return torch.full((3000,), 99.0)
 
     waiting = pool.submit(largest)
+    noted.hold.touch()  # until the largest is there
     result = pool.map_async(noted, [waiting, *numbered(range(100, 900, 100))])
     open(path, "w").close()
+    mpgrad.wait([waiting])
+    noted.hold.unlink()
     result.get()
     begun = noted.begun()
     assert max(each.index(99) for each in begun.values() if 99 in each) <= 4
@@ -299,26 +322,36 @@ def test_results_do_not_depend_on_the_order_of_calls(pool: mpgrad.Pool, noted: N
             assert torch.equal(ours, others)
 
 
+@pytest.mark.usefixtures("nothing_is_taken_back")
 def test_after_a_failure_the_first_items_come_first(pool: mpgrad.Pool, noted: Noted) -> None:
     """One of them may have to be raised in its place, and then all the others need not be run."""
-    with pytest.raises(ValueError, match="item 0 is odd"):
-        pool.map(noted, numbered(range(101, 3101, 200)))
-    begun = list(itertools.chain(*noted.begun().values()))
-    # two and two that wait behind them, then as many again
-    assert {0, 14} <= set(begun) and len(begun) <= 8
+    for _ in range(5):
+        with pytest.raises(ValueError, match="item 0 is odd"):
+            pool.map(noted, numbered(range(101, 3101, 200)))
+        begun = list(noted.begun().values())
+        assert any(0 in each for each in begun)
+        for each in begun:
+            assert each[0] >= 13 and each[2:] == sorted(each[2:])
+        # Two and two that wait behind them, then as many again. The machine may stop the worker
+        # that has the first item, while the other goes on.
+        if sum(map(len, begun)) <= 8:
+            return
+    raise AssertionError("a failure ends nothing")
 
 
 def test_the_smallest_calls_which_come_last_do_not_pass_for_all(pool: mpgrad.Pool) -> None:
     """What is known of a function after a map is the mean of its calls."""
 
-    def sleeps(x: torch.Tensor) -> None:
+    def sleeps(x: torch.Tensor) -> float:
+        begin = time.perf_counter()
         time.sleep(0.1 if len(x) > 10 else 0.002)
+        return time.perf_counter() - begin
 
     items = [torch.ones(length) for length in (20, 20, 1, 2, 3, 4, 5, 6, 7, 8)]
     for _ in range(2):
-        pool.map(sleeps, items, chunksize=1)
+        mean = sum(pool.map(sleeps, items, chunksize=1)) / 10
         seconds = pool._scheduler.functions.own_seconds(pickled_function(sleeps).pickled)
-        assert seconds is not None and 0.7 < seconds / (0.216 / 10) < 1.8
+        assert seconds is not None and 0.7 < seconds / mean < 1.8
 
 
 def test_nothing_is_learned_from_failures(fork_server: mpgrad.Pool) -> None:

@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 
 import mpgrad
-from mpgrad.callbacks import report
+from mpgrad.callbacks import PATIENCE as OF_CALLERS
+from mpgrad.callbacks import CallbackThread, report
 
 PATIENCE = 50.0  # seconds
 SHORT = 20.0  # seconds, of which a held lock or a slow callback may take a part
@@ -35,6 +36,12 @@ def logs(k: int) -> int:
     return k
 
 
+@pytest.fixture
+def impatient(fork_server: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Callers wait for the callbacks thread only as long as outside of tests."""
+    monkeypatch.setattr(CallbackThread.catch_up, "__defaults__", (OF_CALLERS,))
+
+
 class LockedStream(io.StringIO):
     """A stream whose lock is no RLock: who holds it cannot write."""
 
@@ -48,7 +55,7 @@ class LockedStream(io.StringIO):
 
 
 def test_a_caller_that_holds_the_lock_of_a_stream(
-    fresh_pool: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
+    impatient: None, fresh_pool: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # symptom: a hang for ever. cause: the thread that delivers results also wrote what tasks had
     # printed.
@@ -85,8 +92,8 @@ def test_an_interrupt_while_the_stream_is_waited_for(
         with stream.lock:
             while not result.ready():
                 time.sleep(1e-3)
-            signal.setitimer(signal.ITIMER_REAL, 0.1)
             with pytest.raises(Interrupt):
+                signal.setitimer(signal.ITIMER_REAL, 0.1)
                 result.get()
     finally:
         signal.signal(signal.SIGALRM, before)
@@ -134,7 +141,7 @@ def until(path: Path) -> None:
         time.sleep(1e-3)
 
 
-def test_a_callback_that_blocks(fresh_pool: mpgrad.Pool, tmp_path: Path) -> None:
+def test_a_callback_that_blocks(impatient: None, fresh_pool: mpgrad.Pool, tmp_path: Path) -> None:
     # symptom: nobody got a result meanwhile. cause: callbacks ran in the thread that delivers
     # results.
     go, told = threading.Event(), []
@@ -155,7 +162,7 @@ def test_a_callback_that_blocks(fresh_pool: mpgrad.Pool, tmp_path: Path) -> None
     assert told == [blocked]
 
 
-def test_a_callback_waits_for_other_calls(pool2: mpgrad.Pool) -> None:
+def test_a_callback_waits_for_other_calls(pool2: mpgrad.Pool, tmp_path: Path) -> None:
     found: list[Any] = []
 
     def asks(future: concurrent.futures.Future[int]) -> None:
@@ -164,14 +171,15 @@ def test_a_callback_waits_for_other_calls(pool2: mpgrad.Pool) -> None:
         found.append((future.result(), other.result(), inner.get()))
         pool2.synchronize()  # which cannot wait for callbacks here: this one has not ended
 
-    pool2.submit(time.sleep, 0.05).add_done_callback(asks)
+    pool2.submit(until, tmp_path / "go").add_done_callback(asks)
+    (tmp_path / "go").touch()
     pool2.synchronize()
     pool2.synchronize()  # for the callback of the callback's call
     assert found == [(None, 2, [3]), 3]
 
 
 def test_the_order_of_callbacks_and_output(
-    fork_server: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
+    fork_server: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     stream, threads = io.StringIO(), set()
 
@@ -185,12 +193,12 @@ def test_the_order_of_callbacks_and_output(
     with mpgrad.Pool(1) as pool:
         pool.apply(abs, (-1,))
         monkeypatch.setattr(sys, "stdout", stream)
-        waits = pool.submit(time.sleep, 0.2)
+        pool.submit(until, tmp_path / "go")
         futures = [pool.submit(prints, k) for k in range(20)]
         for k, future in enumerate(futures):
             for place in range(2):
                 future.add_done_callback(note(k, place))
-        assert not waits.done()
+        (tmp_path / "go").touch()
         assert futures[-1].result() == 19
         last = pool.apply_async(prints, (20,), callback=note(20, 0))
         assert last.get() == 20
@@ -344,7 +352,7 @@ def test_finished_operations_are_forgotten(pool: mpgrad.Pool) -> None:
         time.sleep(0.2)  # all outcomes are there before the end is known
 
     result = pool.map_async(abs, slow_source(), callback=lambda values: done.set())
-    assert done.wait(10) and result.get() == [0, 1, 2]
+    assert done.wait(PATIENCE) and result.get() == [0, 1, 2]
     for _ in range(10):
         assert len(list(pool.imap(abs, range(17)))) == 17
         assert pool.map(abs, slow_source_of(4)) == [0, 1, 2, 3]
@@ -358,15 +366,17 @@ def slow_source_of(count: int) -> Iterator[int]:
 
 
 def test_a_callback_that_ends_the_program(
-    pool2: mpgrad.Pool, caplog: pytest.LogCaptureFixture
+    pool2: mpgrad.Pool, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     # symptom: a broken pool. cause: only Exception was caught.
     pool2.apply_async(abs, (-1,), callback=lambda value: sys.exit(3)).get()
     assert pool2.map(abs, [-1]) == [1]
-    assert "a callback of the pool raised" in caplog.text
-    pool2.submit(time.sleep, 1).add_done_callback(lambda future: sys.exit(3))
-    assert pool2.map(abs, [-1] * 8) == [1] * 8
     pool2.synchronize()  # waits for callbacks, too
+    assert "a callback of the pool raised" in caplog.text
+    pool2.submit(until, tmp_path / "go").add_done_callback(lambda future: sys.exit(3))
+    (tmp_path / "go").touch()
+    assert pool2.map(abs, [-1] * 8) == [1] * 8
+    pool2.synchronize()
     assert "a callback of a future raised" in caplog.text
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import every_loss_gets, first_are_quick
+from conftest import every_loss_gets, first_are_quick, staffed
 
 import mpgrad
 from mpgrad import PoolStats
@@ -35,19 +35,39 @@ COUNTS = PoolStats._fields[PoolStats._fields.index("frames_sent") :]
 @pytest.fixture
 def pool(fork_server: mpgrad.Pool) -> Iterator[mpgrad.Pool]:
     with mpgrad.Pool(2) as own:
-        yield own
+        yield staffed(own)
 
 
-def cost(pool: mpgrad.Pool, work: Callable[[], object]) -> PoolStats:
-    """What one more run adds to the counters."""
+def cost(pool: mpgrad.Pool, work: Callable[[], object], runs: int = 3) -> PoolStats:
+    """What one more run adds to the counters; of each counter the least of several runs.
+
+    A busy machine stops workers for a while: their results leave early, and other chunks go to
+    others. What is so by design is so each time.
+    """
     for _ in range(3):
         # functions are defined, slabs are there: by then in every worker, of which one may have
         # done it all at first
         work()
-    before = pool.stats()
-    work()
-    after = pool.stats()
-    return after._replace(**{name: getattr(after, name) - getattr(before, name) for name in COUNTS})
+    found = []
+    for _ in range(runs):
+        before = pool.stats()
+        work()
+        after = pool.stats()
+        found.append({name: getattr(after, name) - getattr(before, name) for name in COUNTS})
+    return after._replace(**{name: min(each[name] for each in found) for name in COUNTS})
+
+
+def cost_in_bundles(
+    pool: mpgrad.Pool, work: Callable[[], object], results: list[torch.Tensor]
+) -> tuple[int, PoolStats]:
+    """The number of bundles of a run, and what it costs.
+
+    Of several runs this is the one with the fewest messages: bundles are shorter after a run that
+    the machine has stopped for a while.
+    """
+    runs = [(cost(pool, work, 1), len({result.grad_fn for result in results})) for _ in range(5)]
+    found, bundles = min(runs, key=lambda run: run[0].frames_sent + run[0].frames_received)
+    return bundles, found
 
 
 def double(x: torch.Tensor) -> torch.Tensor:
@@ -56,10 +76,7 @@ def double(x: torch.Tensor) -> torch.Tensor:
 
 def test_a_map_of_tiny_tensors(pool: mpgrad.Pool) -> None:
     xs = [torch.ones(20) for _ in range(CALLS)]
-    # A busy machine stops workers for a while: their results leave early, and other chunks go to
-    # others. What is so by design is so each time.
-    costs = [cost(pool, lambda: pool.map(double, xs, chunksize=CHUNK)) for _ in range(3)]
-    found = min(costs, key=lambda each: each.frames_sent + each.frames_received)
+    found = cost(pool, lambda: pool.map(double, xs, chunksize=CHUNK))
     chunks = CALLS // CHUNK
     assert chunks <= found.frames_sent <= chunks + AGAIN
     assert chunks <= found.frames_received <= chunks + AGAIN
@@ -110,9 +127,8 @@ def test_a_map_of_tiny_tensors_in_bundles(pool: mpgrad.Pool) -> None:
     def work() -> None:
         results[:] = pool.map(double, xs)
 
-    for _ in range(3):  # until it is known to be cheap
-        found = cost(pool, work)
-    bundles = len({result.grad_fn for result in results})
+    cost(pool, work)  # until it is known to be cheap
+    bundles, found = cost_in_bundles(pool, work, results)
     # shorter ones where it took longer this time
     assert -(-CALLS // 48) <= bundles <= -(-CALLS // 48) + 6
     assert found.frames_sent <= bundles + AGAIN and found.frames_received <= bundles + AGAIN
@@ -120,6 +136,7 @@ def test_a_map_of_tiny_tensors_in_bundles(pool: mpgrad.Pool) -> None:
         80 + 30
     ) and found.bytes_received <= CALLS * (80 + 30)
     assert found.system_calls <= 10 * bundles + 30
+    bundles = len({result.grad_fn for result in results})
     found = cost(pool, lambda: torch.autograd.backward(results, xs, retain_graph=True))
     assert found.frames_sent <= bundles + AGAIN and found.frames_received <= bundles + AGAIN
     assert found.bytes_sent <= CALLS * (80 + 30) and found.bytes_received <= CALLS * (80 + 30)
@@ -134,13 +151,13 @@ def test_a_map_of_larger_tensors_in_bundles(pool: mpgrad.Pool) -> None:
     def work() -> None:
         results[:] = pool.map(double, xs)
 
-    for _ in range(3):
-        found = cost(pool, work)
-    bundles = len({result.grad_fn for result in results})
+    cost(pool, work)  # until it is known to be cheap
+    bundles, found = cost_in_bundles(pool, work, results)
     assert found.slots_made == bundles < CALLS // 10
     assert found.bytes_copied == CALLS * 20_000
     assert found.bytes_sent <= CALLS * 30 and found.bytes_received <= CALLS * 40
     grads = [torch.full((5000,), 2.0) for _ in xs]
+    bundles = len({result.grad_fn for result in results})
     found = cost(pool, lambda: torch.autograd.backward(results, grads, retain_graph=True))
     assert found.slots_made == bundles and found.bytes_copied == CALLS * 20_000
 

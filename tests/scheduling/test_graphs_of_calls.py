@@ -383,6 +383,7 @@ def test_gradients_go_from_worker_to_worker(
     assert looked == ["value", "gradient"] and torch.equal(x.grad, torch.full((3000,), 32.0))
 
 
+@pytest.mark.usefixtures("nothing_is_taken_back")
 @pytest.mark.parametrize("size", [3, 3000])
 def test_a_chain_stays_where_it_is(fresh_pool: mpgrad.Pool, size: int) -> None:
     """A call goes to the worker that has its input, though another one is idle, and comes first in

@@ -194,8 +194,10 @@ def test_a_death_and_what_is_done_again(fresh_pool: mpgrad.Pool, tmp_path: Path)
     with fresh_pool.timeline() as timeline:
         torch.stack(fresh_pool.map(DiesOnce(tmp_path, 5), leaves(), chunksize=3)).sum().backward()
     check(timeline.events)
-    (lost,) = slices(timeline.events, "unanswered")
-    assert lost["name"] == "the worker died" and lost["args"]["items"] == [3, 4, 5]
+    lost = slices(timeline.events, "unanswered")
+    assert {each["name"] for each in lost} == {"the worker died"}
+    # another chunk may have waited behind it
+    assert [3, 4, 5] in [each["args"]["items"] for each in lost]
     # the worker that died may have kept graphs of other items
     forward = slices(timeline.events, "forward")
     first = [each for each in forward if each["name"] != "forward again"]
@@ -205,7 +207,9 @@ def test_a_death_and_what_is_done_again(fresh_pool: mpgrad.Pool, tmp_path: Path)
 def test_a_backward_whose_worker_dies(fresh_pool: mpgrad.Pool) -> None:
     results = fresh_pool.map(wave, leaves(), chunksize=1)
     with fresh_pool.timeline() as timeline:
-        os.kill(fresh_pool.stats().workers[0].pid, signal.SIGKILL)
+        # one that has graphs: the other may have come too late for a call
+        (killed, *_) = [each for each in fresh_pool.stats().workers if each.graphs]
+        os.kill(killed.pid, signal.SIGKILL)
         torch.stack(results).sum().backward()
     check(timeline.events)
     assert items_in(slices(timeline.events, "backward")) >= Counter(range(ITEMS))
