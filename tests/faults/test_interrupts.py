@@ -680,7 +680,7 @@ def test_short_calls_end_by_themselves(
     fresh_pool: mpgrad.Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # no call seems long, however slow the machine
-    monkeypatch.setattr("mpgrad.scheduling.worker_handle.GRACE_PERIOD", FOR_EVER)
+    monkeypatch.setattr("mpgrad.machine.under_way.GRACE_PERIOD", FOR_EVER)
 
     def short(k: int) -> None:
         (tmp_path / f"begun {k}").touch()
