@@ -117,21 +117,28 @@ def chunk_size(
     `together` is true if the caller waits for all results together.
     """
     longest = chunk_seconds.together if together else chunk_seconds.longest
-    return min(
-        MOST_CALLS, guided_size(seconds, left, workers, chunk_seconds.least(workers), longest)
-    )
+    least = chunk_seconds.least(workers)
+    # The parent cannot keep up with all workers if chunks are shorter.
+    crowded = CHUNK_CARE * workers
+    return min(MOST_CALLS, guided_size(seconds, left, workers, least, longest, crowded))
 
 
-def guided_size(seconds: float, left: int, workers: int, shortest: float, longest: float) -> int:
+def guided_size(
+    seconds: float, left: int, workers: int, shortest: float, longest: float, crowded: float = 0.0
+) -> int:
     """Return how many of the `left` calls, of `seconds` each, go together.
 
     The number is a share of the calls that are left, so it falls towards the end. Together these
-    calls take at least `shortest` and at most `longest` seconds.
+    calls take at least `shortest` and at most `longest` seconds. A share that takes less than
+    `crowded` seconds is rounded up, others are rounded down.
 
     Source: guided self-scheduling, C. Polychronopoulos and D. Kuck, IEEE Transactions on Computers,
     1987.
     """
-    share = left // (CHUNKS_PER_WORKER * workers_worth_feeding(workers, left, seconds))
+    shares = CHUNKS_PER_WORKER * workers_worth_feeding(workers, left, seconds)
+    share = left // shares
+    if share * seconds < crowded:
+        share = math.ceil(left / shares)
     seconds = max(seconds, 1e-9)
     return max(1, min(max(share, math.ceil(shortest / seconds)), int(longest / seconds)))
 

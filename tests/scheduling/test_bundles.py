@@ -451,6 +451,19 @@ def test_a_caller_keeps_up_with_many_machines() -> None:
     assert chunk_size(1e-3, 1, 64, FAR) >= 40 > chunk_size(1e-3, 1, 2, FAR) == 10
 
 
+def test_a_caller_keeps_up_with_many_workers_that_wait() -> None:
+    # symptom: 64 workers that sleep 10 ms a call are busy half of the time. cause: a message for
+    # almost each call, and all CPUs are busy with messages.
+    def size(seconds: float, left: int, workers: int = 64, together: bool = True) -> int:
+        return chunk_size(seconds, left, workers, NEAR, together)
+
+    assert size(10e-3, 128) == 2  # a call is over before all 64 have got theirs
+    assert size(10e-3, 32, workers=16) == 1  # here it is not
+    assert size(10e-3, 64) == 1
+    assert size(20e-3, 255) == 1
+    assert size(15e-3, 1000, together=False) == 1  # others would wait for the second one
+
+
 @pytest.mark.parametrize("function", [lambda x: x.sin().exp(), cube], ids=["curve", "loss"])
 def test_tensors_of_many_sizes(
     own_pool: mpgrad.Pool, function: Callable[[Tensor], Tensor], one_thread: None
