@@ -14,6 +14,7 @@ Assumes: a link delivers (`GraphLink`, which is all that nodes know of what send
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 import threading
 import weakref
@@ -385,6 +386,7 @@ class Backward(PendingOutcome):
         "names",
         "parts",
         "rebuilt",
+        "sent",
         "timeouts",
         "waits",
         "was_eager",
@@ -431,6 +433,8 @@ class Backward(PendingOutcome):
         self.was_eager = False
         # It was sent before, and may have freed its graph. That is not the caller's mistake.
         self.again = False
+        # the number of the message in which it was last sent
+        self.sent = math.inf
         # the graphs that its message rebuilds, if it begins
         self.rebuilt: Sequence[int] = ()
         # of workers that ran it
@@ -595,8 +599,8 @@ class ExpectedGradients:
 class SumRequest(PendingOutcome):
     """A request for the captures' gradients that a worker has added up."""
 
-    # it is never sent a second time
-    again = False
+    # see `Backward`; a request is never put back
+    sent = math.inf
 
     __slots__ = ("calls", "function", "graph_task", "levels", "timeout", "worker")
 

@@ -6,7 +6,8 @@ calls fail, and which workers get the rest.
     a call is overdue ──► "drain": receive what the worker has sent up to now
         ──► "terminate": ask the worker to write its stack and end
         ──► TRACEBACK_PATIENCE seconds later: "kill overdue", which blames the call
-    a call that was cancelled with grace has used up its grace period ──► "drain"
+    a call that was cancelled with grace has used up its grace period
+        ──► skip the calls behind it; SEEN seconds later, "drain" and take them back
         ──► "kill", or "retire" if others need what cannot be rebuilt
 
     the running call, or else the next one ──► `judged` ──┬─► blamed too often: it fails
@@ -71,7 +72,11 @@ class Termination(NamedTuple):
 
 
 class Limits:
-    """Decides which workers are ended. Each step is carried out before the next is asked for."""
+    """Decides which workers are ended.
+
+    Each step is carried out before the next is requested. What a step needs is noted before it is
+    returned, and afterwards the worker is looked at anew.
+    """
 
     def __init__(self, queue: CallQueue, can_kill: bool, recoverable: bool) -> None:
         """`can_kill` means that workers can be killed while they run a call, and `recoverable` that

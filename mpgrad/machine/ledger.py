@@ -8,12 +8,12 @@ The states of a graph, and the events that change them most often (`AFTER` is th
                └── last: a backward is sent that leaves nothing of it ──► CONSUMED
                          fail: CONSUMED ──► FREED    run: FREED ──► CONSUMED
                          cancel: CONSUMED ──► LOST
-    rebuild: before a backward of a graph that is LOST or CONSUMED ──► ALIVE
+    rebuild: before a backward of a graph that is LOST ──► ALIVE
     move: the worker is gone, and another one takes its place ──► LOST there, or CONSUMED
 FREED means that another backward is the user's mistake, and the worker raises. CONSUMED means the
-same for a graph of which nothing is left: it is rebuilt and used up once more, so that PyTorch
-itself decides what another backward does. `free`, `last` and `rebuild` happen when the message is
-written. The other events come with an answer, a death or a release.
+same for a graph of which nothing is left: for each further backward it is rebuilt and used up once
+more, so that PyTorch itself decides what this backward does. `free`, `last` and `rebuild` happen
+when the message is written. The other events come with an answer, a death or a release.
 Assumes: called by the scheduling thread; any thread may ask how many graphs there are.
 """
 
@@ -85,7 +85,7 @@ AFTER: dict[str, dict[str | None, str]] = {
     CANCEL: {CONSUMED: LOST},
     DROP: dict.fromkeys((ALIVE, FREED, LOST), LOST),
     TAKE: dict.fromkeys((ALIVE, FREED, LOST, CONSUMED), CONSUMED),
-    REBUILD: dict.fromkeys((None, LOST, CONSUMED), ALIVE),
+    REBUILD: dict.fromkeys((None, LOST), ALIVE),
     REBUILD_AGAIN: dict.fromkeys((None, FREED, LOST, CONSUMED), ALIVE),
     MOVE: {**dict.fromkeys((None, ALIVE, FREED, LOST), LOST), CONSUMED: CONSUMED},
 }
@@ -129,14 +129,15 @@ class GraphLedger:
         self.states[call] = AFTER[MOVE][before.states.get(call)]
 
     def rebuild(self, call: int, again: bool) -> str | None:
-        """Return the state of a graph that must be rebuilt before a backward, and note it as ALIVE.
+        """Return the state of a graph that must be rebuilt before a backward, and note it as ALIVE,
+        unless it is used up.
 
         Return None if the graph need not be rebuilt. `again` means that the backward was sent
         before, so it may have freed the graph itself.
         """
         before = self.states.get(call)
         self.handle(call, REBUILD_AGAIN if again else REBUILD)
-        return None if self.states[call] == before else before or LOST
+        return None if self.states[call] == before != CONSUMED else before or LOST
 
     def forget(self, calls: Iterable[int]) -> None:
         for call in calls:

@@ -335,10 +335,12 @@ class Backlog(deque[Any]):
         self.extendleft(reversed(items))
 
     def put_again(self, item: Any) -> None:
-        """Put back a backward that was sent and did not run. It comes before all that were not
-        sent yet, because later backwards of its graph must run after it."""
-        sent_before = itertools.takewhile(lambda each: each.again, list(self))
-        self.insert(sum(1 for _ in sent_before), item)
+        """Put back a backward that was sent and did not run. It comes before all that were sent
+        later, or not yet, because later backwards of its graph must run after it."""
+        place = 0
+        while place < len(self) and self[place].sent <= item.sent:
+            place += 1
+        self.insert(place, item)
 
     def take_alike(self) -> Iterator[Any]:
         """Take items from the front that can be in one message."""

@@ -20,7 +20,7 @@ The record is read and written through a handle, `progress`:
     is_far       a node agent reads and writes the record, with a delay; so only whole chunks behind
                  the first are taken back, when the agent has reported them as `skipped`
     follow       have the agent report where the worker is for some seconds
-It is None until the worker is ready, and if the record cannot be mapped.
+`progress` is None until the worker is ready, and if the record cannot be mapped.
 Assumes: called by the scheduling thread; any thread may count what is under way.
 """
 
@@ -140,10 +140,12 @@ class SentChunks:
     # --- the worker's progress
 
     @property
-    def has_work(self) -> bool:
-        """Whether the worker has not answered a call, backward or request. It may still have to
-        answer a chunk whose calls were all taken back."""
-        return any(chunk.calls or chunk.from_backlog for chunk in self.chunks.values())
+    def is_idle(self) -> bool:
+        """Whether the worker runs nothing, and loads nothing. It may still have to answer a chunk
+        whose calls were all taken back."""
+        has_work = any(chunk.calls or chunk.from_backlog for chunk in self.chunks.values())
+        is_loading = self.progress is not None and self.progress.started is None
+        return not (self.chunks and (has_work or is_loading))
 
     @property
     def first(self) -> Chunk | None:

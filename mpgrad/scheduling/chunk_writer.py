@@ -111,8 +111,8 @@ class ChunkWriter:
             before = self._before(item.graph, payload, messages, item.again, item.environment)
             # The backward may be lost with the worker, and sent again. It has not freed a graph
             # that an earlier backward has used up.
-            item.again = not is_used_up
-            item.rebuilt = [step.graph for step in before]
+            item.again, item.sent = not is_used_up, number
+            item.rebuilt = [step.graph for step in before] if before else ()
             call = self._backward_call(item, payload, before)
             self._note_sent(item)
             calls.append(call)

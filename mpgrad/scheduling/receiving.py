@@ -377,6 +377,22 @@ class Answers:
                 call.dependencies = ()
             yield call.index, DeliveredResult(outcome, payload, memories, graph, call, worker)
 
+    def _note_unbegun(self, worker: WorkerHandle, backwards: Sequence[Backward]) -> None:
+        """Note the states of the graphs of backwards that were cancelled before they began."""
+        later = [
+            graph
+            for chunk in worker.under_way.chunks.values()
+            for each in chunk.backwards
+            for graph in each.rebuilt
+        ]
+        for backward in backwards:
+            for graph in backward.rebuilt:
+                # the worker rebuilds it for a later one
+                if graph not in later:
+                    worker.graphs.handle(graph, DROP)
+            if backward.is_last and not backward.rebuilt:
+                worker.graphs.handle(backward.call, FAIL)
+
     def gradients(
         self,
         worker: WorkerHandle,
@@ -393,12 +409,7 @@ class Answers:
         self._note_graphs(worker, message)
         reached, errors = dict(message.reached), dict(message.errors)
         if not message.more:
-            # These backwards were cancelled before they began.
-            for backward in chunk.backwards[len(message.outcomes) :]:
-                for graph in backward.rebuilt:
-                    worker.graphs.handle(graph, DROP)
-                if backward.is_last and not backward.rebuilt:
-                    worker.graphs.handle(backward.call, FAIL)
+            self._note_unbegun(worker, chunk.backwards[len(message.outcomes) :])
         for position, (backward, found) in enumerate(
             zip(chunk.backwards, message.outcomes, strict=False)
         ):

@@ -441,8 +441,7 @@ class WorkerSupervisor:
         Idle workers end by themselves. With `gently` all workers do.
         """
         for worker in list(self._workers.values()):
-            is_idle = worker.ready and not worker.under_way.has_work
-            if gently or (is_idle and self._life.broken is None):
+            if gently or (worker.ready and worker.under_way.is_idle and self._life.broken is None):
                 self._deliveries.transmit(worker, [Stop(waits=gently)], now)
             else:
                 worker.link.kill(self._life.ends_by)

@@ -184,6 +184,8 @@ class WorkerHandle:
         """
         sent = self.under_way.parts_of_backward(graph_task)
         for item in (*self.backlog.cancel(graph_task), *itertools.chain(*sent.values())):
+            if item.arrived:
+                continue
             item.settle(error_maker(error))
             # It may have used up its graph, or may never begin.
             if isinstance(item, Backward) and item.again and item.is_last:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -413,3 +415,39 @@ def test_the_memory_of_spent_graphs(fork_server: mpgrad.Pool) -> None:
                 torch.autograd.grad(result.sum(), [x])
         (worker,) = pool.stats().workers
         assert worker.graph_bytes == 0
+
+
+def dies_when(folder: Path) -> None:
+    """End the worker, the first time, as soon as the file `go` is there."""
+    if not (folder / "died").exists():
+        (folder / "died").touch()
+        while not (folder / "go").exists():
+            time.sleep(0.002)
+        os._exit(3)
+
+
+@pytest.mark.parametrize("how", [{}, {"retain_graph": True}], ids=str)
+def test_a_mistaken_backward_whose_worker_dies_before_it(
+    single: mpgrad.Pool, tmp_path: Path, how: dict[str, bool]
+) -> None:
+    """Symptom: a second backward with `retain_graph` added its gradients, if its worker died before
+    it. Cause: its graph, which was used up, counted as rebuilt, and so as lost."""
+    (x,) = leaves(1)
+    (loss,) = single.map(lambda x: (x * x).sum(), [x])
+    loss.backward()
+    once = x.grad.clone()
+    dying = single.submit(dies_when, tmp_path)
+    (worker,) = single._scheduler.workers.values()
+
+    def goes_when_it_is_sent() -> None:
+        while not worker.backwards_left:
+            time.sleep(0.002)
+        (tmp_path / "go").touch()
+
+    thread = threading.Thread(target=goes_when_it_is_sent)
+    thread.start()
+    with pytest.raises(RuntimeError, match=SECOND_TIME):
+        loss.backward(**how)
+    thread.join()
+    dying.result()
+    assert single.stats().deaths == 1 and torch.equal(x.grad, once)

@@ -9,6 +9,7 @@ import json
 import logging.handlers
 import multiprocessing.forkserver
 import os
+import signal
 import threading
 import time
 import weakref
@@ -216,8 +217,36 @@ def test_a_worker_whose_calls_were_all_taken_back(fork_server: mpgrad.Pool, tmp_
         scheduler = pool._scheduler
         (worker,) = scheduler.workers.values()
         scheduler.post(lambda now: worker.under_way.add(-1, Chunk(None, [], [], None, None), now))
-        assert scheduler.wait_until(lambda: bool(worker.under_way), timeout=30)
+        while not worker.under_way:
+            time.sleep(0.002)
     assert lines_in(tmp_path) == ALL
+
+
+class Loading:
+    """A function that loads for a long time in a worker."""
+
+    def __init__(self) -> None:
+        self.caller = os.getpid()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if os.getpid() != state["caller"]:
+            time.sleep(600)
+
+    def __call__(self) -> None:
+        """Do nothing."""
+
+
+def test_a_worker_that_loads_a_function_is_not_waited_for(fork_server: mpgrad.Pool) -> None:
+    """Symptom: a with block ended 2 s late. Cause: a worker that was loading a function counted as
+    idle when other workers had run its calls."""
+    with mpgrad.Pool(1) as pool:
+        staffed(pool).submit(Loading())
+        (worker,) = pool._scheduler.workers.values()
+        while not worker.under_way or worker.under_way.progress.started is not None:
+            time.sleep(0.002)
+        for chunk in worker.under_way.chunks.values():
+            chunk.calls.clear()
+    assert worker.exit_code == -signal.SIGKILL  # None if it was given up
 
 
 def test_forks_leave_what_is_the_callers_alone(fork_server: mpgrad.Pool, tmp_path: Path) -> None:

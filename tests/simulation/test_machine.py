@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -77,9 +78,8 @@ def test_backwards_that_did_not_run_keep_their_order() -> None:
     """Symptom: two backwards of a graph that was dropped, of which the second is a mistake, both
     raised. Cause: the first one lacked the graph and came back behind the second, which used up the
     rebuilt graph."""
-    first, second = SimpleNamespace(again=True), SimpleNamespace(again=True)
-    further = SimpleNamespace(again=False)
-    backlog = Backlog([further])
+    first, second, third, further = (SimpleNamespace(sent=sent) for sent in (1, 1, 2, math.inf))
+    backlog = Backlog([third, further])
     backlog.put_again(first)
     backlog.put_again(second)
-    assert list(backlog) == [first, second, further]
+    assert list(backlog) == [first, second, third, further]
