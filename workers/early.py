@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import functools
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable
 
 from mpgrad.system import PROC
@@ -78,12 +80,15 @@ class EarlyAnswers:
         ended.acquire()
         begun = _thread.allocate_lock()
         begun.acquire()
-        try:
-            _thread.start_new_thread(self._run, (begun, ended))
-        except RuntimeError:  # the limit of threads is reached: results leave with their chunk
-            self.is_on = False
-            return
-        begun.acquire()
+        run = functools.partial(self._run, begun, ended)
+        lives = weakref.ref(run)
+        # If it is refused, or has no memory to begin with, results leave with their chunk.
+        with contextlib.suppress(RuntimeError):
+            _thread.start_new_thread(run, ())
+            del run
+            while not begun.acquire(timeout=PATIENCE) and lives() is not None:
+                pass
+        self.is_on = bool(self._thread)
 
     def stop(self) -> None:
         """End the thread. The next call that needs it starts another."""
@@ -102,10 +107,15 @@ class EarlyAnswers:
             time.sleep(0)
 
     def _run(self, begun: _thread.LockType, ended: _thread.LockType) -> None:
-        # Signals must go to the worker's thread, which runs their handlers, and interrupt its wait.
-        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        self._thread = thread = _thread.get_native_id()
-        begun.release()
+        try:
+            # Signals must go to the worker's thread, which runs their handlers, and interrupt its
+            # wait.
+            signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+            self._thread = thread = _thread.get_native_id()
+        except MemoryError:
+            return
+        finally:
+            begun.release()
         seen = -1
         try:
             while self._thread == thread:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import itertools
 import os
@@ -25,6 +26,7 @@ from mpgrad.machine.queue import LONG_CALL, CallQueue
 from mpgrad.machine.under_way import Chunk, SentChunks
 from mpgrad.scheduling.worker_handle import WatchedProgressRecord
 from mpgrad.wire.agent_messages import ProgressRecord
+from mpgrad.workers.early import EarlyAnswers
 
 ENOUGH = 30.0  # seconds, where a fault takes for ever
 
@@ -245,6 +247,33 @@ def test_a_task_forks_from_one_thread(fork_server: mpgrad.Pool, tmp_path: Path) 
 
 
 @pytest.mark.quick
+def without_memory(*_: object) -> None:
+    raise MemoryError
+
+
+@pytest.mark.parametrize("without", ["a first step", "a thread", "a beginning"])
+def test_a_thread_that_cannot_begin(without: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Symptom: now and then, a worker whose memory was limited hung. Cause: it waited for its
+    second thread, which had had no memory to begin."""
+    start = _thread.start_new_thread
+
+    def refuses(*_: object) -> int:
+        raise RuntimeError("can't start new thread")
+
+    match without:
+        case "a first step":
+            monkeypatch.setattr(signal, "pthread_sigmask", without_memory)
+        case "a thread":
+            monkeypatch.setattr(_thread, "start_new_thread", refuses)
+        case "a beginning":
+            monkeypatch.setattr(_thread, "start_new_thread", lambda *_: start(int, ()))
+    early = EarlyAnswers(lambda: False)
+    early.is_on = True
+    early.note_call()
+    assert not early.is_on
+    early.stop()
+
+
 def test_positions_count_from_the_first_call_that_is_not_answered() -> None:
     options = types.SimpleNamespace(chunksize=None)
     operation: Any = types.SimpleNamespace(options=options, limit=9)
