@@ -73,6 +73,9 @@ class Canceller:
         operation.fail(CancelledError())
         self._admissions.cancel_rest(operation)
         self._carry_out(self.limits.steps_to_kill(self._workers.values(), operation), now)
+        # A worker may have gone on to a call of the operation at this moment.
+        for worker in self._workers.values():
+            worker.under_way.cancel_with_grace(operation, now)
 
     def cancel_with_grace(self, operation: Operation, now: float) -> None:
         if operation.has_dependents:

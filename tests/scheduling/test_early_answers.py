@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import concurrent.futures
 import contextlib
 import itertools
 import os
@@ -369,3 +370,40 @@ def test_what_waits_behind_a_slow_call_while_others_are_busy(
         slow.result()
         executor._pool.synchronize()  # with callbacks
         assert done[-1] in long
+
+
+def test_a_call_that_has_just_begun_is_cancelled_by_force(
+    fork_server: mpgrad.Pool, tmp_path: Path
+) -> None:
+    """Symptom: a call that hung stayed for ever, although it was cancelled by force. Cause: the
+    answer to the call before it had not been read, so its worker did not seem to run it."""
+    go, done = tmp_path / "go", threading.Event()
+
+    def acts(how: str) -> None:
+        while how == "waits" and not go.exists():
+            time.sleep(0.002)
+        if how == "hangs":
+            time.sleep(600)
+
+    with mpgrad.Pool(1) as pool:
+        for _ in range(20):  # calls that are known to be short are sent behind one another
+            pool.submit(acts, "ends").result()
+        before, hangs = pool.submit(acts, "waits"), pool.submit(acts, "hangs")
+        (worker,) = pool._scheduler.workers.values()
+        while len(worker.under_way.chunks) < 2:
+            time.sleep(0.002)
+        number, chunk = list(worker.under_way.chunks.items())[1]
+
+        def cancels_before_it_reads(now: float) -> None:
+            go.touch()
+            while (worker.under_way.progress.at() or (-1, -1))[0] != number:
+                time.sleep(0.002)
+            pool._scheduler.cancelling.kill(chunk.operation, now)
+            done.set()
+
+        pool._scheduler.post(cancels_before_it_reads)
+        assert done.wait(50)
+        before.result()
+        with pytest.raises(concurrent.futures.CancelledError):
+            hangs.result()
+        assert pool.submit(abs, -1).result(timeout=50) == 1
