@@ -171,11 +171,10 @@ class SentChunks:
 
         No limit includes the loading of a function.
         """
-        since = self.begun()[1]
         if self.progress is None:
-            return since
+            return self.since
         started: float | None = self.progress.started
-        return now if started is None else max(since, started)
+        return now if started is None else max(self.since, started)
 
     def is_at_call(self, call: tuple[int, int] | None) -> bool:
         """Whether the worker runs the call at this position of this message; -1 means any call."""

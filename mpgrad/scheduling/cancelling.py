@@ -74,15 +74,13 @@ class Canceller:
         self._admissions.cancel_rest(operation)
         self._carry_out(self.limits.steps_to_kill(self._workers.values(), operation), now)
         # A worker may have gone on to a call of the operation at this moment.
-        for worker in self._workers.values():
-            worker.under_way.cancel_with_grace(operation, now)
+        self._give_grace(operation, now)
 
     def cancel_with_grace(self, operation: Operation, now: float) -> None:
         if operation.has_dependents:
             return
         self.cancel(operation)
-        for worker in self._workers.values():
-            worker.under_way.cancel_with_grace(operation, now)
+        self._give_grace(operation, now)
 
     def cancel_all_with_grace(self, now: float) -> None:
         """Cancel all admitted operations; calls without an outcome get a `CancelledError`."""
@@ -91,8 +89,12 @@ class Canceller:
             operation.fail(CancelledError())
             operation.limit = 0  # even if it goes on after a failure
             self._admissions.cancel_rest(operation)
+        self._give_grace(None, now)
+
+    def _give_grace(self, operation: Operation | None, now: float) -> None:
+        """Let workers finish what they run of the operation, or of all operations, for a moment."""
         for worker in self._workers.values():
-            worker.under_way.cancel_with_grace(None, now)
+            worker.under_way.cancel_with_grace(operation, now)
 
     def cancel_backward(self, graph_task: int, now: float) -> None:
         """Settle all parts of a backward, so that no worker runs them, or runs them again."""
