@@ -872,6 +872,7 @@ class History:
     # --- the end
 
     def _until_nothing_happens(self) -> None:
+        self._looks = 0
         while self.happens():
             pass
 
