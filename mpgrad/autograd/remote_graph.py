@@ -268,26 +268,14 @@ class RemoteGraph:
         self._expected[gradients.backward.graph_task] = gradients
         forget_oldest(self._expected)
 
-    def take(self, graph_task: int, number: int) -> torch.Tensor | None:
-        """Return the gradient of this input."""
-        gradients = self._expected[graph_task]  # type: ignore[index]
-        grad = gradients.take(number)
-        self._forget_taken(graph_task, gradients)
-        return grad
+    def expected(self, graph_task: int) -> ExpectedGradients | None:
+        """Return the gradients of this backward, or None if no gate has to take any."""
+        return None if self._expected is None else self._expected.get(graph_task)
 
-    def take_all(self, graph_task: int, count: int) -> list[torch.Tensor | None]:
-        """Return the gradients of all `count` inputs of a bundle."""
-        gradients = self._expected[graph_task]  # type: ignore[index]
-        found = gradients.take_all()
-        self._forget_taken(graph_task, gradients)
-        return [found.get(number) for number in range(count)]
-
-    def promise(self, graph_task: int, number: int) -> Promise | None:
-        """Return a promise of the gradient of this input, or None if a gate has to take it."""
-        gradients = self._expected[graph_task]  # type: ignore[index]
-        promise = gradients.promise(number)
-        self._forget_taken(graph_task, gradients)
-        return promise
+    def note_taken(self, graph_task: int) -> None:
+        """Note that gates have taken all gradients of this backward."""
+        if self._expected is not None:
+            self._expected.pop(graph_task, None)
 
     def given(self, grads: Sequence[object]) -> int | range:
         """Return the item, or the items, to whose results gradients have come. `grads` has None for
@@ -297,21 +285,12 @@ class RemoteGraph:
         items = self.members.given(grads)
         return self.index[next(iter(items))] if len(items) == 1 else self.index
 
-    def is_expected(self, graph_task: int) -> bool:
-        return self._expected is not None and graph_task in self._expected
-
     def forget(self, graph_task: int) -> None:
         """Forget the gradients of this backward that no gate has taken."""
         gradients = None if self._expected is None else self._expected.pop(graph_task, None)
         if gradients is not None:
             gradients.backward.let_go()
         self.owner.forget_sum(graph_task)
-
-    def _forget_taken(self, graph_task: int, gradients: ExpectedGradients) -> None:
-        expected = self._expected
-        if gradients.is_taken and expected is not None:
-            expected.pop(graph_task, None)  # two gates may come here at once
-            self._expected = expected or None
 
     def take_promises(self, graph_task: int) -> Sequence[tuple[int, Promise]]:
         return () if self.promises is None else self.promises.pop(graph_task, ())
@@ -535,14 +514,15 @@ class ExpectedGradients:
     def take(self, number: int) -> torch.Tensor | None:
         """Return the gradient of this input."""
         with self._taking:
-            self._left -= 1
-            return self._results().pop(number)
+            grad = self._results().pop(number)
+            self._note_taken(1)
+            return grad
 
     def take_all(self) -> dict[int, torch.Tensor | None]:
         with self._taking:
-            self._left = 0
             # A gradient's history may lead here.
             found, self._found = self._results(), {}
+            self._note_taken(self._left)
             return found
 
     def promise(self, number: int) -> Promise | None:
@@ -554,7 +534,7 @@ class ExpectedGradients:
         if backward.asked.levels or backward.asked.create or backward.was_eager:
             return None
         with self._taking:
-            self._left -= 1
+            self._note_taken(1)
         return Promise(backward, backward.asked.wanted.index(number))
 
     def take_captures(self) -> Sequence[torch.Tensor | None]:
@@ -564,9 +544,12 @@ class ExpectedGradients:
         found, self._of_captures = self._of_captures, ()
         return found
 
-    @property
-    def is_taken(self) -> bool:
-        return self._left == 0
+    def _note_taken(self, count: int) -> None:
+        """Note that gates have taken the gradients of this many inputs. Assumes: `_taking` is
+        held."""
+        self._left -= count
+        if not self._left:
+            self.backward.graph.note_taken(self.backward.graph_task)
 
     def _results(self) -> dict[int, torch.Tensor | None]:
         """Return the gradients that no gate has taken, by input. Assumes: `_taking` is held."""
