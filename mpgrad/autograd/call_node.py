@@ -52,7 +52,6 @@ from mpgrad.torch_state.private import (
     outside_transforms,
     run_as_is,
     set_priority,
-    transforms_are_active,
     will_run,
     without,
 )
@@ -356,37 +355,26 @@ def differentiate(
         plain = iter(without([grad for grad in grads if grad is not None], levels))
         grads = [None if grad is None else next(plain) for grad in grads]
         asked = asked._replace(levels=levels)
-    if transforms_are_active():
-        with outside_transforms():
-            return send_to_worker(node, asked, grads, promises, apart)
-    return send_to_worker(node, asked, grads, promises, apart)
-
-
-def send_to_worker(
-    node: Any,
-    asked: BackwardRequest,
-    grads: Sequence[torch.Tensor | None],
-    promises: Sequence[tuple[int, Promise]],
-    apart: bool,
-) -> ExpectedGradients:
-    """Send the backward outside of all transforms. `grads` are plain tensors."""
-    graph: RemoteGraph = node.graph
-    further = None
-    if asked.create:
-        if graph.family is None:
-            graph.family = [weakref.ref(node)]
-        given = [gate(grad) for grad in grads if grad is not None and grad.requires_grad]
-        further = HigherOrderCall(weakref.ref(node), given, asked.wanted).attach
-        graph.has_further = True
-    parts: list[list[torch.Tensor | Promise]] = [[] if grad is None else [grad] for grad in grads]
-    for output, promise in promises:
-        parts[output].append(promise)
-    graph.check_inputs()
-    apart = apart or asked.create or graph.owner.deterministic
-    apart = apart or torch.are_deterministic_algorithms_enabled()
-    backward = Backward(graph, asked, parts, apart, waits=bool(promises))
-    graph.owner.link.send(backward)
-    return ExpectedGradients(backward, further)
+    with outside_transforms():
+        graph: RemoteGraph = node.graph
+        further = None
+        if asked.create:
+            if graph.family is None:
+                graph.family = [weakref.ref(node)]
+            given = [gate(grad) for grad in grads if grad is not None and grad.requires_grad]
+            further = HigherOrderCall(weakref.ref(node), given, asked.wanted).attach
+            graph.has_further = True
+        parts: list[list[torch.Tensor | Promise]] = [
+            [] if grad is None else [grad] for grad in grads
+        ]
+        for output, promise in promises:
+            parts[output].append(promise)
+        graph.check_inputs()
+        apart = apart or asked.create or graph.owner.deterministic
+        apart = apart or torch.are_deterministic_algorithms_enabled()
+        backward = Backward(graph, asked, parts, apart, waits=bool(promises))
+        graph.owner.link.send(backward)
+        return ExpectedGradients(backward, further)
 
 
 def attach(

@@ -29,7 +29,6 @@ from mpgrad.torch_state.private import (
     Level,
     outside_transforms,
     set_priority,
-    transforms_are_active,
     within,
 )
 
@@ -554,25 +553,23 @@ class ExpectedGradients:
     def _results(self) -> dict[int, torch.Tensor | None]:
         """Return the gradients that no gate has taken, by input. Assumes: `_taking` is held."""
         if self._found is None:
-            # They would wrap all tensors that are made here.
-            if transforms_are_active():
-                with outside_transforms():
-                    return self._results()
-            backward, wanted = self.backward, self.backward.asked.wanted
-            arrived = backward.owner.link.wait(backward)
-            found = arrived.tensors()
-            if arrived.derived is not None and self._further is not None:
-                backward.let_go()
-                places = arrived.connected()
-                outputs = [each for place in places if (each := found[place]) is not None]
-                attached = self._further(arrived.derived, outputs, arrived.reached)
-                for place, output in zip(places, attached, strict=True):
-                    found[place] = output
-            self._further = None
-            if levels := backward.asked.levels:
-                found = [None if each is None else within(each, levels) for each in found]
-            self._found = dict(zip(wanted, found[: len(wanted)], strict=True))
-            self._of_captures = found[len(wanted) :]
+            # Transforms would wrap all tensors that are made here.
+            with outside_transforms():
+                backward, wanted = self.backward, self.backward.asked.wanted
+                arrived = backward.owner.link.wait(backward)
+                found = arrived.tensors()
+                if arrived.derived is not None and self._further is not None:
+                    backward.let_go()
+                    places = arrived.connected()
+                    outputs = [each for place in places if (each := found[place]) is not None]
+                    attached = self._further(arrived.derived, outputs, arrived.reached)
+                    for place, output in zip(places, attached, strict=True):
+                        found[place] = output
+                self._further = None
+                if levels := backward.asked.levels:
+                    found = [None if each is None else within(each, levels) for each in found]
+                self._found = dict(zip(wanted, found[: len(wanted)], strict=True))
+                self._of_captures = found[len(wanted) :]
         return self._found
 
 
