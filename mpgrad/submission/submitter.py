@@ -92,13 +92,6 @@ class Submitter:
         is_measured = not options.traits.in_caller and options.device_codes is None
         self.cheap_calls = CheapCalls(scheduler) if is_measured else None
 
-    @property
-    def processes(self) -> int:
-        return self._scheduler.settings.workers
-
-    def resize(self, processes: int) -> None:
-        self._scheduler.resize(processes)
-
     def run(
         self,
         function: Callable[..., Any],
@@ -247,7 +240,7 @@ class Submitter:
         )
         step = 1 if window is None else options.chunksize or 1
         if window is None:
-            window = WINDOW_PER_WORKER * self.processes * (options.chunksize or 1)
+            window = WINDOW_PER_WORKER * self._scheduler.settings.workers * (options.chunksize or 1)
         pack = functools.partial(self.feeder.one_by_one, source.calls)
         report = self._reporting(options.progress, source.total)
         return ResultIterator(self._scheduler, begin, pack, window, ordered, report, step)
