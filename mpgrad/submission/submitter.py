@@ -241,9 +241,9 @@ class Submitter:
         step = 1 if window is None else options.chunksize or 1
         if window is None:
             window = WINDOW_PER_WORKER * self._scheduler.settings.workers * (options.chunksize or 1)
-        pack = functools.partial(self.feeder.one_by_one, source.calls)
         report = self._reporting(options.progress, source.total)
-        return ResultIterator(self._scheduler, begin, pack, window, ordered, report, step)
+        calls, packing = iter(source.calls), self.feeder.packing
+        return ResultIterator(self._scheduler, begin, calls, packing, window, ordered, report, step)
 
     def _reporting(
         self, progress: Progress, total: int | None
@@ -504,30 +504,18 @@ class Feeder:
         scheduler = self._scheduler
         try:
             with scheduler.tracer.span("packs", operation.names.function):
-                packing = self._packing(operation, scheduler.copying_packer)
-                operation.add(pack_call(packing, 0, *call))
+                operation.add(pack_call(self.packing(operation), 0, *call))
             operation.sealed = True
             scheduler.admit(operation)
         except BaseException:
             scheduler.cancel_with_grace(operation)
             raise
 
-    def one_by_one(
-        self, calls: Iterable[Arguments], operation: Operation
-    ) -> Iterator[Callable[[], PackedCall]]:
-        """Return an iterator of functions that pack one call each, for `ResultIterator`."""
-        pack = functools.partial(
-            pack_call, self._packing(operation, self._scheduler.copying_packer)
-        )
-        return (
-            functools.partial(pack, index, args, kwargs)
-            for index, (args, kwargs) in enumerate(calls)
-        )
-
-    def _packing(
-        self, operation: Operation, packer: Packer, shared: Shared | None = None
+    def packing(
+        self, operation: Operation, packer: Packer | None = None, shared: Shared | None = None
     ) -> PackingOptions:
-        options = operation.options
+        """Return how the operation's calls are packed. Without a `packer`, arguments are copied."""
+        options, packer = operation.options, packer or self._scheduler.copying_packer
         grad, state = options.modes.grad, options.function.state
         return PackingOptions(packer, grad, operation.streams, options.request, state, shared)
 
@@ -544,7 +532,7 @@ class Feeder:
         total: int | None,
     ) -> Iterator[PackedCall]:
         """Pack the calls one by one, and in bundles once they are known to be cheap."""
-        packing = self._packing(operation, packer, shared)
+        packing = self.packing(operation, packer, shared)
         size = self._bundle_size(operation, total)
         while size != 1 and (some := list(itertools.islice(calls, most_of(operation, size)))):
             bundle = (
