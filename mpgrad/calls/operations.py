@@ -54,7 +54,6 @@ from mpgrad.wire.tensor_refs import (
     PARAMETER,
     REQUIRES_GRAD,
     SparseParts,
-    TensorRef,
     flags_in,
     stand_in,
     views,
@@ -660,11 +659,7 @@ class DeliveredResult(NamedTuple):
                 own(payload),
                 {place: own(memory) for place, memory in memories.items()},
             )
-
-        def borrow(ref: TensorRef) -> Any:
-            return memories[ref.place]
-
-        return views(self.result.tensors, payload, borrow)
+        return views(self.result.tensors, payload, lambda ref: memories[ref.place])
 
     def stand_ins(self) -> list[torch.Tensor]:
         """Return tensors without memory and history that look like `views()`. Sparse tensors have
