@@ -295,7 +295,7 @@ class DifferentiableFuture(UnlockedFuture[R], DeferredValue, Listener):
 
     def _wait(self, timeout: float | None) -> bool:
         try:
-            with attended(self._scheduler.callbacks):
+            with attended(self._scheduler.callbacks, timeout=timeout):
                 return self._scheduler.wait_until(self.done, timeout)
         except BaseException:  # KeyboardInterrupt, above all
             self._operation.note_interrupt(self._scheduler.cancel_with_grace)
