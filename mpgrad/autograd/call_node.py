@@ -144,7 +144,7 @@ class Call(torch.autograd.Function):
             if wanted:
                 ctx.graph.expect(gradients)
             if captures:
-                ctx.graph.owner.add_to_sum(gradients)
+                ctx.graph.owner.add_to_sum(graph_task, gradients)
             if create:
                 forget_at_end_of_backward(ctx.graph, graph_task)
         return None, None, None, None, *ctx.graph.placeholders

@@ -200,7 +200,7 @@ class CaptureGate(torch.autograd.Function):
             grad if node is None else None for grad, (node, _) in zip(total, edges, strict=True)
         ]
         if any(grad is not None for grad in for_others):
-            owner.put_aside(graph_task, for_others)
+            owner.add_to_sum(graph_task, for_others)
             # The other gates may not be part of this backward.
             when_backward_ends(lambda: owner.forget_sum(graph_task))
         wait_for_devices(total)

@@ -662,14 +662,11 @@ class OperationGradients:
         # that a node has put aside
         self._sums: dict[int, list[ExpectedGradients | list[torch.Tensor | None]]] = {}
 
-    def add_to_sum(self, gradients: ExpectedGradients) -> None:
-        """Note a backward that gives gradients to captures."""
-        self._sums.setdefault(gradients.backward.graph_task, []).append(gradients)
-        forget_oldest(self._sums)
-
-    def put_aside(self, graph_task: int, grads: list[torch.Tensor | None]) -> None:
-        """Keep gradients of captures that another node may take before this backward ends."""
-        self._sums[graph_task] = [grads]
+    def add_to_sum(
+        self, graph_task: int, part: ExpectedGradients | list[torch.Tensor | None]
+    ) -> None:
+        """Note gradients of captures, which a node takes before this backward ends."""
+        self._sums.setdefault(graph_task, []).append(part)
         forget_oldest(self._sums)
 
     def forget_sum(self, graph_task: int) -> None:
