@@ -132,12 +132,10 @@ class Submitter:
             noun=source.noun,
             at_rest=source.at_rest,
         )
-        wait_until = self._scheduler.wait_until
         answers = self._scheduler.receiver.answers
         try:
-            with reported(
-                self._scheduler.callbacks, options.progress, standing_of(operation, source.total)
-            ) as reporter:
+            look = functools.partial(standing_of, operation, source.total)
+            with reported(self._scheduler.callbacks, options.progress, look) as reporter:
                 if reporter is not None:
                     calls = reporter.at_each(calls)
                 with collector_held():
@@ -148,9 +146,9 @@ class Submitter:
                         shared=shared,
                         total=self._to_bundle(source, options),
                     )
-                    finished = wait_until(lambda: operation.finished, LONGEST_HOLD)
+                    finished = self._scheduler.wait_until(lambda: operation.finished, LONGEST_HOLD)
                 if not finished:
-                    wait_until(lambda: operation.finished)
+                    self._scheduler.wait_until(lambda: operation.finished)
         except BaseException:  # KeyboardInterrupt, above all
             self._scheduler.cancel_with_grace(operation)
             raise
@@ -250,7 +248,7 @@ class Submitter:
     ) -> Callable[[Operation], Reporter | None]:
         """Return a function that makes the progress reporter of an operation."""
         return lambda operation: reporter_of(
-            self._scheduler.callbacks, progress, standing_of(operation, total)
+            self._scheduler.callbacks, progress, functools.partial(standing_of, operation, total)
         )
 
     def submit(self, function: Callable[..., Any], call: Arguments) -> DifferentiableFuture[Any]:
@@ -285,16 +283,11 @@ class Submitter:
         return DifferentiableFuture(self._scheduler, begin)
 
 
-def standing_of(operation: Operation, total: int | None) -> Callable[[], ProgressState]:
-    """Return a function that returns the operation's progress. `total` is the number of its calls,
-    if it is known."""
-
-    def look() -> ProgressState:
-        # A failure also ends the packing.
-        all_there = operation.added if total is None and operation.finished else total
-        return ProgressState(operation.items_delivered, all_there, operation.finished)
-
-    return look
+def standing_of(operation: Operation, total: int | None) -> ProgressState:
+    """Return the operation's progress. `total` is the number of its calls, if it is known."""
+    # A failure also ends the packing.
+    all_there = operation.added if total is None and operation.finished else total
+    return ProgressState(operation.items_delivered, all_there, operation.finished)
 
 
 # --- reductions
@@ -540,13 +533,11 @@ class Feeder:
                 if size is None
                 else pack_bundle(packing, operation.added, some, operation.items)
             )
-            if bundle is not None:
-                yield bundle
-            else:
-                for args, kwargs in some:
-                    yield pack_call(packing, operation.added, args, kwargs, operation.items)
             if bundle is None and size is not None:
-                break  # items of this kind cannot be bundled
+                # Items of this kind cannot be bundled.
+                calls = itertools.chain(some, calls)
+                break
+            yield bundle or pack_call(packing, operation.added, *some[0], operation.items)
             size = self._bundle_size(operation, total)
         for args, kwargs in calls:
             yield pack_call(packing, operation.added, args, kwargs, operation.items)
