@@ -26,7 +26,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -597,33 +597,25 @@ def per_item_grad(
     ]
     create_graph = create_graph or DIFFERENTIATING.needs_graph()
     keep = create_graph if retain_graph is None else retain_graph
-    asked = [
-        GradientRequest(index, result, leaves, incoming)
-        for index, (result, (leaves, _), incoming) in enumerate(
-            zip(results, trees, cotangents, strict=True)
-        )
-    ]
-    found = by_workers(asked, keep, create_graph)
+    tensors = [leaves for leaves, _ in trees]
+    found = by_workers(results, tensors, cotangents, keep, create_graph)
     return [tree_unflatten(grads, spec) for grads, (_, spec) in zip(found, trees, strict=True)]
 
 
-class GradientRequest(NamedTuple):
-    """Names one result and the inputs that it is differentiated with respect to."""
-
-    number: int
-    result: torch.Tensor
-    inputs: list[torch.Tensor]
-    cotangent: torch.Tensor
-
-
 def by_workers(
-    asked: Sequence[GradientRequest], keep: bool, create_graph: bool
+    results: Sequence[torch.Tensor],
+    inputs: Sequence[Sequence[torch.Tensor]],
+    cotangents: Sequence[torch.Tensor],
+    keep: bool,
+    create_graph: bool,
 ) -> list[list[torch.Tensor]]:
-    """Send all backwards at once, and return their gradients."""
-    ends: list[tuple[Any, int]] = [(each.result.grad_fn, each.result.output_nr) for each in asked]
-    nodes, outputs = [node for node, _ in ends], [output for _, output in ends]
+    """Send all backwards at once, and return the gradients of each result with respect to its
+    inputs."""
+    nodes: list[Any] = [each.grad_fn for each in results]
+    outputs = [each.output_nr for each in results]
     places = [
-        places_of(each.number, *end, each.inputs) for each, end in zip(asked, ends, strict=True)
+        places_of(index, *each)
+        for index, each in enumerate(zip(nodes, outputs, inputs, strict=True))
     ]
     items = [(node, item_of(node, output)) for node, output in zip(nodes, outputs, strict=True)]
     # One item may have several results in the list, which share a graph.
@@ -631,8 +623,8 @@ def by_workers(
     graph_task = next(GRAPH_TASKS)
     with torch.set_grad_enabled(create_graph), backward_without_engine(graph_task):
         sent = []
-        for index, (node, where, each, output) in enumerate(
-            zip(nodes, places, asked, outputs, strict=True)
+        for index, (node, where, incoming, output) in enumerate(
+            zip(nodes, places, cotangents, outputs, strict=True)
         ):
             request = BackwardRequest(
                 graph_task,
@@ -646,13 +638,9 @@ def by_workers(
                 ),
                 captures=any(captured for place in where for captured, _ in place),
             )
-            cotangents = [
-                each.cotangent if number == output else None for number in range(node.output_count)
-            ]
-            sent.append(differentiate(node, request, cotangents, apart=True))
-        return [
-            taken(*each) for each in zip(sent, places, [each.inputs for each in asked], strict=True)
-        ]
+            grads = [incoming if number == output else None for number in range(node.output_count)]
+            sent.append(differentiate(node, request, grads, apart=True))
+        return [taken(*each) for each in zip(sent, places, inputs, strict=True)]
 
 
 def check_graph(index: int, result: object) -> None:

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, cast, overloa
 
 from torch.autograd import Function
 
-from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import Device
 from mpgrad.cluster.ray import Ray
 from mpgrad.engines.kinds import EngineName, EngineRequest, traits_of
@@ -624,7 +623,12 @@ class Pool:
         """
         options = CallOptions(timeout=timeout, device=device)
         return self._submitter.run_async(
-            func, Source.of_one(args, kwds), options, callback, error_callback, Operation.only_value
+            func,
+            Source.of_one(args, kwds),
+            options,
+            callback,
+            error_callback,
+            fetch=lambda operation: operation.values()[0],
         )
 
     @overload
@@ -865,7 +869,7 @@ class Pool:
     @property
     def processes(self) -> int:
         """The number of workers."""
-        return self._submitter.processes
+        return self._scheduler.settings.workers
 
     @property
     def workers(self) -> tuple[PoolWorker, ...]:
@@ -911,7 +915,7 @@ class Pool:
                 "a pool with devices has one worker for each of them; make a new pool "
                 f"(processes: {processes})"
             )
-        self._submitter.resize(positive("processes", processes))
+        self._scheduler.resize(positive("processes", processes))
 
     def stats(self) -> PoolStats:
         """Return the memory, graphs, calls and deaths of each worker and of the pool.

@@ -4,7 +4,7 @@ This module runs in the caller only.
     attach: outputs ──► Call ──► gates of inputs, token of captures
     Call.backward ──► a `Backward` ──► differentiate: out of wrappers ──► owner.link.send
                   └─► placeholders ──► gates
-    gradients that are to be differentiated again ──► HigherOrderCall: a `Call` of their own
+    gradients that are to be differentiated again ──► attach_gradients: a `Call` of their own
 The results of a bundle share a node. `OwnHooks` keeps their hooks apart.
 """
 
@@ -15,7 +15,7 @@ import itertools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -52,7 +52,6 @@ from mpgrad.torch_state.private import (
     outside_transforms,
     run_as_is,
     set_priority,
-    transforms_are_active,
     will_run,
     without,
 )
@@ -93,7 +92,6 @@ class Call(torch.autograd.Function):
         ctx.graph = graph
         ctx.token = token
         ctx.has_root = root is not None
-        ctx.has_token = token is not None
         # the last backward that came here
         ctx.graph_task = -1
         ctx.output_count = len(outputs)
@@ -138,7 +136,7 @@ class Call(torch.autograd.Function):
             whole = (
                 len(wanted) == count
                 and captures == (capture_node is not None)
-                and are_all_given(grads, promises)
+                and len(outputs_given(grads, promises)) == len(grads)
             )
             create = torch.is_grad_enabled()
             asked = BackwardRequest(graph_task, keep, whole, create, wanted, captures)
@@ -146,7 +144,7 @@ class Call(torch.autograd.Function):
             if wanted:
                 ctx.graph.expect(gradients)
             if captures:
-                ctx.graph.owner.add_to_sum(gradients)
+                ctx.graph.owner.add_to_sum(graph_task, gradients)
             if create:
                 forget_at_end_of_backward(ctx.graph, graph_task)
         return None, None, None, None, *ctx.graph.placeholders
@@ -177,9 +175,7 @@ def check_wanted_of_worker(
     """
     if not leaf_will_run(ROOT_EDGE.node):
         return
-    given = {output for output, _ in promises} | {
-        output for output, grad in enumerate(grads) if grad is not None
-    }
+    given = outputs_given(grads, promises)
     raised = [words for output, words in graph.errors.items() if output in given]
     reached = [words for output, words in graph.strays.items() if output in given]
     if raised or reached:
@@ -203,11 +199,12 @@ def strays_behind(output: torch.Tensor) -> list[str]:
     return [] if graph is None else list(graph.strays.values())
 
 
-def are_all_given(
+def outputs_given(
     grads: Sequence[torch.Tensor | None], promises: Sequence[tuple[int, Promise]]
-) -> bool:
-    promised = {output for output, _ in promises}
-    return all(grad is not None or output in promised for output, grad in enumerate(grads))
+) -> set[int]:
+    """Return the outputs that get a gradient, now or later."""
+    now = {output for output, grad in enumerate(grads) if grad is not None}
+    return now.union(output for output, _ in promises)
 
 
 def wanted_of_bundle(
@@ -300,7 +297,7 @@ def is_call(node: object) -> bool:
 def edges_of(node: Any) -> tuple[Sequence[tuple[Any, int]], Any]:
     """Return the edges of a `Call` to its gates, and the gate of its captures, or None."""
     edges: Sequence[tuple[Any, int]] = node.next_functions[node.has_root :]
-    if not node.has_token:
+    if node.token is None:
         return edges, None
     return edges[1:], edges[0][0] if isinstance(edges[0][0], CAPTURE_GATE_NODE) else None
 
@@ -356,37 +353,27 @@ def differentiate(
         plain = iter(without([grad for grad in grads if grad is not None], levels))
         grads = [None if grad is None else next(plain) for grad in grads]
         asked = asked._replace(levels=levels)
-    if transforms_are_active():
-        with outside_transforms():
-            return send_to_worker(node, asked, grads, promises, apart)
-    return send_to_worker(node, asked, grads, promises, apart)
-
-
-def send_to_worker(
-    node: Any,
-    asked: BackwardRequest,
-    grads: Sequence[torch.Tensor | None],
-    promises: Sequence[tuple[int, Promise]],
-    apart: bool,
-) -> ExpectedGradients:
-    """Send the backward outside of all transforms. `grads` are plain tensors."""
-    graph: RemoteGraph = node.graph
-    further = None
-    if asked.create:
-        if graph.family is None:
-            graph.family = [weakref.ref(node)]
-        given = [gate(grad) for grad in grads if grad is not None and grad.requires_grad]
-        further = HigherOrderCall(weakref.ref(node), given, asked.wanted).attach
-        graph.has_further = True
-    parts: list[list[torch.Tensor | Promise]] = [[] if grad is None else [grad] for grad in grads]
-    for output, promise in promises:
-        parts[output].append(promise)
-    graph.check_inputs()
-    apart = apart or asked.create or graph.owner.deterministic
-    apart = apart or torch.are_deterministic_algorithms_enabled()
-    backward = Backward(graph, asked, parts, apart, waits=bool(promises))
-    graph.owner.link.send(backward)
-    return ExpectedGradients(backward, further)
+    with outside_transforms():
+        graph: RemoteGraph = node.graph
+        further = None
+        if asked.create:
+            if graph.family is None:
+                graph.family = [weakref.ref(node)]
+            given = [gate(grad) for grad in grads if grad is not None and grad.requires_grad]
+            # The reference is weak, because a backward that fails leaves this object.
+            further = functools.partial(attach_gradients, weakref.ref(node), given, asked.wanted)
+            graph.has_further = True
+        parts: list[list[torch.Tensor | Promise]] = [
+            [] if grad is None else [grad] for grad in grads
+        ]
+        for output, promise in promises:
+            parts[output].append(promise)
+        graph.check_inputs()
+        apart = apart or asked.create or graph.owner.deterministic
+        apart = apart or torch.are_deterministic_algorithms_enabled()
+        backward = Backward(graph, asked, parts, apart, waits=bool(promises))
+        graph.owner.link.send(backward)
+        return ExpectedGradients(backward, further)
 
 
 def attach(
@@ -429,34 +416,33 @@ def attach(
     return attached
 
 
-class HigherOrderCall(NamedTuple):
-    """A `Call` whose outputs are the gradients of another call."""
+def attach_gradients(
+    ref: weakref.ref[Any],
+    grads: Sequence[torch.Tensor],
+    wanted: Sequence[int],
+    graph: RemoteGraph,
+    outputs: list[torch.Tensor],
+    reached: Sequence[int],
+) -> tuple[torch.Tensor, ...]:
+    """Make `outputs`, which are gradients of the `Call` behind `ref`, the results of a `Call` of
+    their own.
 
-    # the other `Call`; the reference is weak, because a backward that fails leaves this object
-    node: weakref.ref[Any]
-    # gradients of outputs that need gradients, each behind a gate
-    grads: list[torch.Tensor]
-    # numbers of inputs; gates to the inputs would make a cycle
-    wanted: tuple[int, ...]
-
-    def attach(
-        self, graph: RemoteGraph, outputs: list[torch.Tensor], reached: Sequence[int]
-    ) -> tuple[torch.Tensor, ...]:
-        node = self.node()
-        assert node is not None  # the engine holds it
-        family = graph.family = node.graph.family
-        # They are read again if the graph is rebuilt.
-        graph.inputs_lent = node.graph.inputs_lent
-        if strays := node.graph.strays:
-            graph.strays = dict.fromkeys(range(len(outputs)), next(iter(strays.values())))
-        owner = node.graph.owner
-        token = (
-            node.token if owner.reach is None else higher_order_token(owner, node.token, reached)
-        )
-        attached = attach(graph, outputs, token, [*self.grads, *gates_again(node, self.wanted)])
-        family[:] = [ref for ref in family if ref() is not None]
-        family.append(weakref.ref(attached[0].grad_fn))
-        return attached
+    `grads` are the gradients of its outputs that need gradients, each behind a gate. `wanted` are
+    numbers of inputs, because gates to the inputs would make a cycle.
+    """
+    node = ref()
+    assert node is not None  # the engine holds it
+    family = graph.family = node.graph.family
+    # They are read again if the graph is rebuilt.
+    graph.inputs_lent = node.graph.inputs_lent
+    if strays := node.graph.strays:
+        graph.strays = dict.fromkeys(range(len(outputs)), next(iter(strays.values())))
+    owner = node.graph.owner
+    token = node.token if owner.reach is None else higher_order_token(owner, node.token, reached)
+    attached = attach(graph, outputs, token, [*grads, *gates_again(node, wanted)])
+    family[:] = [each for each in family if each() is not None]
+    family.append(weakref.ref(attached[0].grad_fn))
+    return attached
 
 
 def gates_again(node: Any, wanted: Sequence[int]) -> list[torch.Tensor]:

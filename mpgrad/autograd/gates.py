@@ -73,20 +73,21 @@ class Gate(torch.autograd.Function):
     def backward(ctx: Any, others: torch.Tensor | None) -> torch.Tensor | None:
         """Wait for the worker's gradient and return it, or None if a promise was passed on."""
         graph, number, graph_task = ctx.graph, ctx.number, current_graph_task()
+        gradients = graph.expected(graph_task)
         source: RemoteGraph | None = ctx.source
         if source is not None and source.hidden and not graph.has_further:
-            promise = graph.promise(graph_task, number)
+            promise = gradients.promise(number)
             if promise is not None:
                 source.put_promise(graph_task, ctx.output, promise)
                 return None
         try:
             if not graph.has_further:
-                return graph.take(graph_task, number)  # type: ignore[no-any-return]
+                return gradients.take(number)  # type: ignore[no-any-return]
             # A derivative of this call has its own gates, in front of this one. The gradients that
             # came through them are real.
             if others is graph.placeholders[number]:
                 others = None
-            grad = graph.take(graph_task, number) if graph.is_expected(graph_task) else None
+            grad = None if gradients is None else gradients.take(number)
         except BaseException as error:
             hide_own_frames(error)
             raise
@@ -111,11 +112,10 @@ class LeafGate(torch.autograd.Function):
     @staticmethod
     @run_as_is
     def backward(ctx: Any, grad: None) -> tuple[torch.Tensor | None, ...]:
-        graph, graph_task = ctx.graph, current_graph_task()
+        gradients = ctx.graph.expected(current_graph_task())
         try:
-            if not graph.is_expected(graph_task):
-                return None, *[None] * ctx.count
-            return None, *graph.take_all(graph_task, ctx.count)[::-1]
+            found = {} if gradients is None else gradients.take_all()
+            return None, *[found.get(number) for number in reversed(range(ctx.count))]
         except BaseException as error:
             hide_own_frames(error)
             raise
@@ -200,7 +200,7 @@ class CaptureGate(torch.autograd.Function):
             grad if node is None else None for grad, (node, _) in zip(total, edges, strict=True)
         ]
         if any(grad is not None for grad in for_others):
-            owner.put_aside(graph_task, for_others)
+            owner.add_to_sum(graph_task, for_others)
             # The other gates may not be part of this backward.
             when_backward_ends(lambda: owner.forget_sum(graph_task))
         wait_for_devices(total)

@@ -29,7 +29,6 @@ from mpgrad.torch_state.private import (
     Level,
     outside_transforms,
     set_priority,
-    transforms_are_active,
     within,
 )
 
@@ -268,26 +267,14 @@ class RemoteGraph:
         self._expected[gradients.backward.graph_task] = gradients
         forget_oldest(self._expected)
 
-    def take(self, graph_task: int, number: int) -> torch.Tensor | None:
-        """Return the gradient of this input."""
-        gradients = self._expected[graph_task]  # type: ignore[index]
-        grad = gradients.take(number)
-        self._forget_taken(graph_task, gradients)
-        return grad
+    def expected(self, graph_task: int) -> ExpectedGradients | None:
+        """Return the gradients of this backward, or None if no gate has to take any."""
+        return None if self._expected is None else self._expected.get(graph_task)
 
-    def take_all(self, graph_task: int, count: int) -> list[torch.Tensor | None]:
-        """Return the gradients of all `count` inputs of a bundle."""
-        gradients = self._expected[graph_task]  # type: ignore[index]
-        found = gradients.take_all()
-        self._forget_taken(graph_task, gradients)
-        return [found.get(number) for number in range(count)]
-
-    def promise(self, graph_task: int, number: int) -> Promise | None:
-        """Return a promise of the gradient of this input, or None if a gate has to take it."""
-        gradients = self._expected[graph_task]  # type: ignore[index]
-        promise = gradients.promise(number)
-        self._forget_taken(graph_task, gradients)
-        return promise
+    def note_taken(self, graph_task: int) -> None:
+        """Note that gates have taken all gradients of this backward."""
+        if self._expected is not None:
+            self._expected.pop(graph_task, None)
 
     def given(self, grads: Sequence[object]) -> int | range:
         """Return the item, or the items, to whose results gradients have come. `grads` has None for
@@ -297,21 +284,12 @@ class RemoteGraph:
         items = self.members.given(grads)
         return self.index[next(iter(items))] if len(items) == 1 else self.index
 
-    def is_expected(self, graph_task: int) -> bool:
-        return self._expected is not None and graph_task in self._expected
-
     def forget(self, graph_task: int) -> None:
         """Forget the gradients of this backward that no gate has taken."""
         gradients = None if self._expected is None else self._expected.pop(graph_task, None)
         if gradients is not None:
             gradients.backward.let_go()
         self.owner.forget_sum(graph_task)
-
-    def _forget_taken(self, graph_task: int, gradients: ExpectedGradients) -> None:
-        expected = self._expected
-        if gradients.is_taken and expected is not None:
-            expected.pop(graph_task, None)  # two gates may come here at once
-            self._expected = expected or None
 
     def take_promises(self, graph_task: int) -> Sequence[tuple[int, Promise]]:
         return () if self.promises is None else self.promises.pop(graph_task, ())
@@ -535,14 +513,15 @@ class ExpectedGradients:
     def take(self, number: int) -> torch.Tensor | None:
         """Return the gradient of this input."""
         with self._taking:
-            self._left -= 1
-            return self._results().pop(number)
+            grad = self._results().pop(number)
+            self._note_taken(1)
+            return grad
 
     def take_all(self) -> dict[int, torch.Tensor | None]:
         with self._taking:
-            self._left = 0
             # A gradient's history may lead here.
             found, self._found = self._results(), {}
+            self._note_taken(self._left)
             return found
 
     def promise(self, number: int) -> Promise | None:
@@ -554,7 +533,7 @@ class ExpectedGradients:
         if backward.asked.levels or backward.asked.create or backward.was_eager:
             return None
         with self._taking:
-            self._left -= 1
+            self._note_taken(1)
         return Promise(backward, backward.asked.wanted.index(number))
 
     def take_captures(self) -> Sequence[torch.Tensor | None]:
@@ -564,32 +543,33 @@ class ExpectedGradients:
         found, self._of_captures = self._of_captures, ()
         return found
 
-    @property
-    def is_taken(self) -> bool:
-        return self._left == 0
+    def _note_taken(self, count: int) -> None:
+        """Note that gates have taken the gradients of this many inputs. Assumes: `_taking` is
+        held."""
+        self._left -= count
+        if not self._left:
+            self.backward.graph.note_taken(self.backward.graph_task)
 
     def _results(self) -> dict[int, torch.Tensor | None]:
         """Return the gradients that no gate has taken, by input. Assumes: `_taking` is held."""
         if self._found is None:
-            # They would wrap all tensors that are made here.
-            if transforms_are_active():
-                with outside_transforms():
-                    return self._results()
-            backward, wanted = self.backward, self.backward.asked.wanted
-            arrived = backward.owner.link.wait(backward)
-            found = arrived.tensors()
-            if arrived.derived is not None and self._further is not None:
-                backward.let_go()
-                places = arrived.connected()
-                outputs = [each for place in places if (each := found[place]) is not None]
-                attached = self._further(arrived.derived, outputs, arrived.reached)
-                for place, output in zip(places, attached, strict=True):
-                    found[place] = output
-            self._further = None
-            if levels := backward.asked.levels:
-                found = [None if each is None else within(each, levels) for each in found]
-            self._found = dict(zip(wanted, found[: len(wanted)], strict=True))
-            self._of_captures = found[len(wanted) :]
+            # Transforms would wrap all tensors that are made here.
+            with outside_transforms():
+                backward, wanted = self.backward, self.backward.asked.wanted
+                arrived = backward.owner.link.wait(backward)
+                found = arrived.tensors()
+                if arrived.derived is not None and self._further is not None:
+                    backward.let_go()
+                    places = arrived.connected()
+                    outputs = [each for place in places if (each := found[place]) is not None]
+                    attached = self._further(arrived.derived, outputs, arrived.reached)
+                    for place, output in zip(places, attached, strict=True):
+                        found[place] = output
+                self._further = None
+                if levels := backward.asked.levels:
+                    found = [None if each is None else within(each, levels) for each in found]
+                self._found = dict(zip(wanted, found[: len(wanted)], strict=True))
+                self._of_captures = found[len(wanted) :]
         return self._found
 
 
@@ -682,14 +662,11 @@ class OperationGradients:
         # that a node has put aside
         self._sums: dict[int, list[ExpectedGradients | list[torch.Tensor | None]]] = {}
 
-    def add_to_sum(self, gradients: ExpectedGradients) -> None:
-        """Note a backward that gives gradients to captures."""
-        self._sums.setdefault(gradients.backward.graph_task, []).append(gradients)
-        forget_oldest(self._sums)
-
-    def put_aside(self, graph_task: int, grads: list[torch.Tensor | None]) -> None:
-        """Keep gradients of captures that another node may take before this backward ends."""
-        self._sums[graph_task] = [grads]
+    def add_to_sum(
+        self, graph_task: int, part: ExpectedGradients | list[torch.Tensor | None]
+    ) -> None:
+        """Note gradients of captures, which a node takes before this backward ends."""
+        self._sums.setdefault(graph_task, []).append(part)
         forget_oldest(self._sums)
 
     def forget_sum(self, graph_task: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -47,10 +47,7 @@ class ReceivedGradients(NamedTuple):
         """Return the gradients of the inputs that were wanted, then those of captures, if they come
         apart."""
 
-        def borrow(ref: TensorRef) -> Any:
-            return self.memories[ref.place].memory
-
-        return views(self.refs, self.payload, borrow)
+        return views(self.refs, self.payload, lambda ref: self.memories[ref.place].memory)
 
     def connected(self) -> list[int]:
         """Return the places of those that are outputs of the graph of the gradients."""

@@ -54,7 +54,6 @@ from mpgrad.wire.tensor_refs import (
     PARAMETER,
     REQUIRES_GRAD,
     SparseParts,
-    TensorRef,
     flags_in,
     stand_in,
     views,
@@ -256,11 +255,6 @@ class Operation:
         self.captures = None
         return list(itertools.chain.from_iterable(made))
 
-    def only_value(self) -> Any:
-        """Return the result of the only call."""
-        (value,) = self.values()
-        return value
-
     def _warn(self) -> None:
         for warned in taken(self.warned):
             warned_again(*warned)
@@ -389,7 +383,11 @@ class Operation:
 
     def starts(self, index: int) -> bool:
         """Note that a call begins. If it was cancelled before, deliver that and return False."""
-        return True
+        listener = self._listener()
+        if listener is None or listener._starts():
+            return True
+        self.deliver(index, CancelledError())
+        return False
 
     def tell_if_finished(self) -> None:
         if self.finished:
@@ -617,13 +615,6 @@ class SubmittedOperation(Operation):
                 dependency.settle(outcome, tensors)
         self._dependencies = []
 
-    def starts(self, index: int) -> bool:
-        listener = self._listener()
-        if listener is None or listener._starts():
-            return True
-        self.deliver(index, CancelledError())
-        return False
-
     def deliver(self, index: int, outcome: Outcome | BaseException) -> None:
         super().deliver(index, outcome)
         self._tell_dependents()
@@ -668,11 +659,7 @@ class DeliveredResult(NamedTuple):
                 own(payload),
                 {place: own(memory) for place, memory in memories.items()},
             )
-
-        def borrow(ref: TensorRef) -> Any:
-            return memories[ref.place]
-
-        return views(self.result.tensors, payload, borrow)
+        return views(self.result.tensors, payload, lambda ref: memories[ref.place])
 
     def stand_ins(self) -> list[torch.Tensor]:
         """Return tensors without memory and history that look like `views()`. Sparse tensors have
@@ -701,27 +688,25 @@ class FailedResult:
         make: Callable[[], BaseException],
         origin: FailedResult | None = None,
         anew: bool = False,
+        is_cancelled: bool = False,
     ) -> None:
         self._make = make
         self._anew = anew
         self._error: BaseException | None = None
         # the failure of the ancestor that caused it
         self.origin = origin or self
-        self.is_cancelled = False
+        self.is_cancelled = is_cancelled
 
     @classmethod
     def with_error(cls, error: BaseException) -> FailedResult:
         """Return a failure of one call."""
-        failed = cls(lambda: error)
-        failed.is_cancelled = isinstance(error, CancelledError)
-        return failed
+        return cls(lambda: error, is_cancelled=isinstance(error, CancelledError))
 
     @classmethod
     def with_copies(cls, error: BaseException) -> FailedResult:
         """Return a failure of many calls."""
-        failed = cls(functools.partial(one_more, error), anew=True)
-        failed.is_cancelled = isinstance(error, CancelledError)
-        return failed
+        make = functools.partial(one_more, error)
+        return cls(make, anew=True, is_cancelled=isinstance(error, CancelledError))
 
     @classmethod
     def because_of(cls, other: FailedResult, call: str) -> FailedResult:

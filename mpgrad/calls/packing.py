@@ -34,7 +34,6 @@ from mpgrad.torch_state.modes import Modes
 from mpgrad.torch_state.private import (
     dual_level_is_active,
     outside_transforms,
-    transforms_are_active,
     without_subclasses,
 )
 from mpgrad.wire.messages import EagerOptions, Parts, Structure, is_plain, owners, plain_structure
@@ -267,10 +266,6 @@ class PackedCall:
         """Note what happens to the call in its operation's story."""
         self.options.story.note(self.item, transition)
 
-    def forget_tensors(self) -> None:
-        """Drop the tensors. The worker has them, and they will not be sent again."""
-        self.packed = []
-
     @property
     def nbytes(self) -> int:
         """The bytes of its tensors."""
@@ -287,13 +282,8 @@ class PackedCall:
             total = self.packed.message_bytes
         else:
             total = sum([len(each.body) for each in self.packed if each.body is not None])
-        others = (*self.dependency_results, *self.bundle)
-        for shape in (
-            (self.structure, *[shape for shape, _ in others]) if others else (self.structure,)
-        ):
-            if isinstance(shape, bytes):
-                total += len(shape)
-        return total
+        shapes = [self.structure, *[shape for shape, _ in (*self.dependency_results, *self.bundle)]]
+        return total + sum([len(shape) for shape in shapes if isinstance(shape, bytes)])
 
 
 class PackingOptions(NamedTuple):
@@ -327,39 +317,35 @@ def pack_call(
         TypeError, pickle.PicklingError: an argument cannot be sent. The message names the item.
         SharedMemoryError: shared memory has no room for a tensor.
     """
-    # torch.func's transforms do not track these tensors, but would wrap all that are made here.
-    if transforms_are_active():
-        with outside_transforms():
-            return pack_call(packing, index, args, kwargs, item)
     packer, grad, streams, request, known, shared = packing
     item = index if item is None else item
-    shape, tensors, dependencies = arguments_structure(item, args, kwargs, known, streams)
-    with without_subclasses():
-        packed = []
-        staged = request is not None and request.staged
-        for tensor in tensors:
-            check_carriable(tensor, "item", item, packer.kind)
-            if shared is None:
-                packed.append(packer.pack(tensor, flags_of(tensor), None, staged))
-            else:
-                packed.append(pack_once(packer, tensor, shared, staged))
-        call = PackedCall(index, shape, packed, dependencies)
-        if request is not None:
-            call.route, call.origin = request.of(tensors)
-        lent = [
-            tensor
-            for tensor, each in zip(tensors, packed, strict=True)
-            if isinstance(each.holder, BorrowedMemory)
-        ]
-        if lent:
-            call.inputs_lent = [
-                (tensor, tensor._version) for tensor in lent if not tensor.is_inference()
-            ]
-        if needing := [tensor for tensor in tensors if tensor.requires_grad]:
-            if grad:
-                call.gated = [gate(tensor) for tensor in needing]
-            else:
-                call.ungated = ungated(needing)
+    # torch.func's transforms do not track these tensors, but would wrap all that are made here.
+    with outside_transforms():
+        shape, tensors, dependencies = arguments_structure(item, args, kwargs, known, streams)
+        with without_subclasses():
+            packed = []
+            staged = request is not None and request.staged
+            for tensor in tensors:
+                check_carriable(tensor, "item", item, packer.kind)
+                if shared is None:
+                    packed.append(packer.pack(tensor, flags_of(tensor), None, staged))
+                else:
+                    packed.append(pack_once(packer, tensor, shared, staged))
+            call = PackedCall(index, shape, packed, dependencies)
+            if request is not None:
+                call.route, call.origin = request.of(tensors)
+            call.inputs_lent = tuple(
+                [
+                    (tensor, tensor._version)
+                    for tensor, each in zip(tensors, packed, strict=True)
+                    if isinstance(each.holder, BorrowedMemory) and not tensor.is_inference()
+                ]
+            )
+            if needing := [tensor for tensor in tensors if tensor.requires_grad]:
+                if grad:
+                    call.gated = [gate(tensor) for tensor in needing]
+                else:
+                    call.ungated = ungated(needing)
     return call
 
 
@@ -376,34 +362,36 @@ def pack_bundle(
     Raises:
         TypeError, pickle.PicklingError: an argument cannot be sent. The message names the item.
     """
-    if transforms_are_active():
-        with outside_transforms():
-            return pack_bundle(packing, index, calls, item)
     packer, grad, streams, _, known, _ = packing
-    lone = lone_tensors(calls)
-    items = None if lone is None else Items(lone, list(map(flags_of, lone)), [(1, 1)] * len(lone))
-    packed: list[PackedTensor] | PackedTensors | None = None
-    if items is not None and not have_more_behind(items):
-        packed = packer.bucketed(items.tensors, items.flags)
-    if packed is None:
-        items = each_item(packer, item, calls, known, streams)
-    if items is None or have_more_behind(items):
-        return None
-    together, flags, bundle = items
-    if packed is None:
-        with without_subclasses():
-            packed = packer.together(together, flags) or list(map(packer.pack, together, flags))
-    if isinstance(packed, list) and any(isinstance(each.holder, BorrowedMemory) for each in packed):
-        return None  # a write to one of these tensors must not affect another item
-    call = PackedCall(index, None, packed)
-    call.bundle, call.items = bundle, len(bundle)
-    need = [own & REQUIRES_GRAD for own in flags]
-    call.leaves = list(itertools.compress(together, need))
-    call.leaf_items = list(itertools.compress(owners(bundle), need))
-    if call.leaves and grad:
-        call.gated = [leaf_gate(call.leaves)]
-    elif call.leaves:
-        call.ungated = ungated(call.leaves)
+    with outside_transforms():
+        lone = lone_tensors(calls)
+        items = (
+            None if lone is None else Items(lone, list(map(flags_of, lone)), [(1, 1)] * len(lone))
+        )
+        packed: list[PackedTensor] | PackedTensors | None = None
+        if items is not None and not have_more_behind(items):
+            packed = packer.bucketed(items.tensors, items.flags)
+        if packed is None:
+            items = each_item(packer, item, calls, known, streams)
+        if items is None or have_more_behind(items):
+            return None
+        together, flags, bundle = items
+        if packed is None:
+            with without_subclasses():
+                packed = packer.together(together, flags) or list(map(packer.pack, together, flags))
+        if isinstance(packed, list) and any(
+            isinstance(each.holder, BorrowedMemory) for each in packed
+        ):
+            return None  # a write to one of these tensors must not affect another item
+        call = PackedCall(index, None, packed)
+        call.bundle, call.items = bundle, len(bundle)
+        need = [own & REQUIRES_GRAD for own in flags]
+        call.leaves = list(itertools.compress(together, need))
+        call.leaf_items = list(itertools.compress(owners(bundle), need))
+        if call.leaves and grad:
+            call.gated = [leaf_gate(call.leaves)]
+        elif call.leaves:
+            call.ungated = ungated(call.leaves)
     return call
 
 

@@ -371,7 +371,8 @@ class Answers:
             if graph is not None and outcome.gradients is not None:
                 graph.eager = ReceivedGradients(outcome.gradients, payload, memories, worker)
             if graph is None or graph.lineage is None:
-                call.forget_tensors()
+                # The worker has the tensors, and they will not be sent again.
+                call.packed = []
             if graph is None:
                 # The calls that gave this call their results get no gradient from it.
                 call.dependencies = ()

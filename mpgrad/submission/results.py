@@ -32,7 +32,7 @@ from mpgrad.calls.operations import (
     Operation,
     SubmittedOperation,
 )
-from mpgrad.calls.packing import PackedCall
+from mpgrad.calls.packing import Arguments, PackingOptions, pack_call
 from mpgrad.pickling.structure import DeferredValue
 from mpgrad.progress import Reporter, attended
 from mpgrad.scheduling.scheduler import Scheduler
@@ -295,7 +295,7 @@ class DifferentiableFuture(UnlockedFuture[R], DeferredValue, Listener):
 
     def _wait(self, timeout: float | None) -> bool:
         try:
-            with attended(self._scheduler.callbacks):
+            with attended(self._scheduler.callbacks, timeout=timeout):
                 return self._scheduler.wait_until(self.done, timeout)
         except BaseException:  # KeyboardInterrupt, above all
             self._operation.note_interrupt(self._scheduler.cancel_with_grace)
@@ -393,7 +393,8 @@ class ResultIterator(Listener, Generic[R]):
         self,
         scheduler: Scheduler,
         begin: Callable[[Listener], Operation],
-        pack: Callable[[Operation], Iterator[Callable[[], PackedCall]]],
+        calls: Iterator[Arguments],
+        packing: Callable[[Operation], PackingOptions],
         window: float,
         ordered: bool,
         report: Callable[[Operation], Reporter | None],
@@ -409,7 +410,8 @@ class ResultIterator(Listener, Generic[R]):
         self._source_error: BaseException | None = None
         self._turn = threading.RLock()  # the source of the items is the caller's code
         self._operation = begin(self)
-        self._calls = pack(self._operation)  # each packs one call
+        self._calls = calls
+        self._packing = packing(self._operation)
         self._reporter = report(self._operation)
         weakref.finalize(self, dropped, scheduler, self._operation, window).atexit = False
         self._fill()
@@ -497,7 +499,8 @@ class ResultIterator(Listener, Generic[R]):
         window_size = 1  # the workers begin with the first call, because the source may be slow
         while not self._operation.sealed and self._operation.added - given < self._window:
             try:
-                self._operation.add(next(self._calls)())
+                args, kwargs = next(self._calls)
+                self._operation.add(pack_call(self._packing, self._operation.added, args, kwargs))
             except StopIteration:
                 self._operation.sealed = True
             except Exception as error:

@@ -69,7 +69,6 @@ class Starter:
     def __init__(self, options: PoolOptions, scheduler: Scheduler) -> None:
         self._options = options
         self._scheduler = scheduler
-        self._draws = options.traits.own_generators
         self._recent = RecentFunctions()
         self._last_lone: SharedFunction | None = None
 
@@ -206,7 +205,7 @@ class Starter:
     def draw_seed(self) -> int | None:
         """Draw a number from the caller's generator, or return None if workers have no generators
         of their own."""
-        return draw_seed() if self._draws else None
+        return draw_seed() if self._options.traits.own_generators else None
 
 
 def name_of(function: object) -> str:

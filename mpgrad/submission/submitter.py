@@ -92,13 +92,6 @@ class Submitter:
         is_measured = not options.traits.in_caller and options.device_codes is None
         self.cheap_calls = CheapCalls(scheduler) if is_measured else None
 
-    @property
-    def processes(self) -> int:
-        return self._scheduler.settings.workers
-
-    def resize(self, processes: int) -> None:
-        self._scheduler.resize(processes)
-
     def run(
         self,
         function: Callable[..., Any],
@@ -139,12 +132,10 @@ class Submitter:
             noun=source.noun,
             at_rest=source.at_rest,
         )
-        wait_until = self._scheduler.wait_until
         answers = self._scheduler.receiver.answers
         try:
-            with reported(
-                self._scheduler.callbacks, options.progress, standing_of(operation, source.total)
-            ) as reporter:
+            look = functools.partial(standing_of, operation, source.total)
+            with reported(self._scheduler.callbacks, options.progress, look) as reporter:
                 if reporter is not None:
                     calls = reporter.at_each(calls)
                 with collector_held():
@@ -155,9 +146,9 @@ class Submitter:
                         shared=shared,
                         total=self._to_bundle(source, options),
                     )
-                    finished = wait_until(lambda: operation.finished, LONGEST_HOLD)
+                    finished = self._scheduler.wait_until(lambda: operation.finished, LONGEST_HOLD)
                 if not finished:
-                    wait_until(lambda: operation.finished)
+                    self._scheduler.wait_until(lambda: operation.finished)
         except BaseException:  # KeyboardInterrupt, above all
             self._scheduler.cancel_with_grace(operation)
             raise
@@ -247,17 +238,17 @@ class Submitter:
         )
         step = 1 if window is None else options.chunksize or 1
         if window is None:
-            window = WINDOW_PER_WORKER * self.processes * (options.chunksize or 1)
-        pack = functools.partial(self.feeder.one_by_one, source.calls)
+            window = WINDOW_PER_WORKER * self._scheduler.settings.workers * (options.chunksize or 1)
         report = self._reporting(options.progress, source.total)
-        return ResultIterator(self._scheduler, begin, pack, window, ordered, report, step)
+        calls, packing = iter(source.calls), self.feeder.packing
+        return ResultIterator(self._scheduler, begin, calls, packing, window, ordered, report, step)
 
     def _reporting(
         self, progress: Progress, total: int | None
     ) -> Callable[[Operation], Reporter | None]:
         """Return a function that makes the progress reporter of an operation."""
         return lambda operation: reporter_of(
-            self._scheduler.callbacks, progress, standing_of(operation, total)
+            self._scheduler.callbacks, progress, functools.partial(standing_of, operation, total)
         )
 
     def submit(self, function: Callable[..., Any], call: Arguments) -> DifferentiableFuture[Any]:
@@ -292,16 +283,11 @@ class Submitter:
         return DifferentiableFuture(self._scheduler, begin)
 
 
-def standing_of(operation: Operation, total: int | None) -> Callable[[], ProgressState]:
-    """Return a function that returns the operation's progress. `total` is the number of its calls,
-    if it is known."""
-
-    def look() -> ProgressState:
-        # A failure also ends the packing.
-        all_there = operation.added if total is None and operation.finished else total
-        return ProgressState(operation.items_delivered, all_there, operation.finished)
-
-    return look
+def standing_of(operation: Operation, total: int | None) -> ProgressState:
+    """Return the operation's progress. `total` is the number of its calls, if it is known."""
+    # A failure also ends the packing.
+    all_there = operation.added if total is None and operation.finished else total
+    return ProgressState(operation.items_delivered, all_there, operation.finished)
 
 
 # --- reductions
@@ -511,30 +497,18 @@ class Feeder:
         scheduler = self._scheduler
         try:
             with scheduler.tracer.span("packs", operation.names.function):
-                packing = self._packing(operation, scheduler.copying_packer)
-                operation.add(pack_call(packing, 0, *call))
+                operation.add(pack_call(self.packing(operation), 0, *call))
             operation.sealed = True
             scheduler.admit(operation)
         except BaseException:
             scheduler.cancel_with_grace(operation)
             raise
 
-    def one_by_one(
-        self, calls: Iterable[Arguments], operation: Operation
-    ) -> Iterator[Callable[[], PackedCall]]:
-        """Return an iterator of functions that pack one call each, for `ResultIterator`."""
-        pack = functools.partial(
-            pack_call, self._packing(operation, self._scheduler.copying_packer)
-        )
-        return (
-            functools.partial(pack, index, args, kwargs)
-            for index, (args, kwargs) in enumerate(calls)
-        )
-
-    def _packing(
-        self, operation: Operation, packer: Packer, shared: Shared | None = None
+    def packing(
+        self, operation: Operation, packer: Packer | None = None, shared: Shared | None = None
     ) -> PackingOptions:
-        options = operation.options
+        """Return how the operation's calls are packed. Without a `packer`, arguments are copied."""
+        options, packer = operation.options, packer or self._scheduler.copying_packer
         grad, state = options.modes.grad, options.function.state
         return PackingOptions(packer, grad, operation.streams, options.request, state, shared)
 
@@ -551,7 +525,7 @@ class Feeder:
         total: int | None,
     ) -> Iterator[PackedCall]:
         """Pack the calls one by one, and in bundles once they are known to be cheap."""
-        packing = self._packing(operation, packer, shared)
+        packing = self.packing(operation, packer, shared)
         size = self._bundle_size(operation, total)
         while size != 1 and (some := list(itertools.islice(calls, most_of(operation, size)))):
             bundle = (
@@ -559,13 +533,11 @@ class Feeder:
                 if size is None
                 else pack_bundle(packing, operation.added, some, operation.items)
             )
-            if bundle is not None:
-                yield bundle
-            else:
-                for args, kwargs in some:
-                    yield pack_call(packing, operation.added, args, kwargs, operation.items)
             if bundle is None and size is not None:
-                break  # items of this kind cannot be bundled
+                # Items of this kind cannot be bundled.
+                calls = itertools.chain(some, calls)
+                break
+            yield bundle or pack_call(packing, operation.added, *some[0], operation.items)
             size = self._bundle_size(operation, total)
         for args, kwargs in calls:
             yield pack_call(packing, operation.added, args, kwargs, operation.items)

@@ -445,10 +445,12 @@ def derivatives(
     )
 
 
-def push(point: PinnedFunction, tangents: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the outputs, and their derivatives along the tangents of the inputs."""
+def push(
+    point: PinnedFunction, tangents: Mapping[int, Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the outputs, and their derivatives along the tangents of some inputs."""
     with forward_mode():
-        outputs, moved, point.beside = point.moved(dict(enumerate(tangents)))
+        outputs, moved, point.beside = point.moved(tangents)
     return list(outputs), list(moved)
 
 
@@ -457,8 +459,7 @@ def column(point: PinnedFunction, start: int, stop: int) -> list[Tensor]:
     tangents = {
         k: block[0] for k, block in enumerate(basis(point.inputs, start, stop)) if block is not None
     }
-    with forward_mode():
-        _, moved, point.beside = point.moved(tangents)
+    _, moved = push(point, tangents)
     return [tangent.unsqueeze(0) for tangent in moved]
 
 
@@ -737,15 +738,9 @@ class Jvp(Task):
 
     def answer(self, item: int, *own: Any) -> Product:
         point, tree = self.at(item, own)
-        tangents = tree_leaves(tree)
-        said = ""
-        try:
-            outputs, moved = push(point, tangents)
-        except ForwardModeBusyError:
-            raise
-        except Exception as error:  # if the function itself fails, it fails again below
-            outputs, moved = push_by_two_backwards(point, tangents)
-            said = fallback(self.fn, [f"forward mode ({first_line(error)})"], "two backwards")
+        outputs, moved, said = pushed_somehow(
+            point, tree_leaves(tree), "forward mode", push_by_two_backwards, "two backwards"
+        )
         found = point.tree(self.finished(outputs)), point.tree(self.finished(moved))
         return Product((*found, *self.beside(point)), said)
 
@@ -771,19 +766,33 @@ class Hvp(Task):
 
     def answer(self, item: int, *own: Any) -> Product:
         point, tree = self.at(item, own)
-        vectors = tree_leaves(tree)
-        said = ""
-        try:
-            _, products = push(point, vectors)
-        except ForwardModeBusyError:
-            raise
-        except Exception as error:
-            products = Graph(point).pull(vectors)
-            said = fallback(
-                self.fn, [f"forward over reverse ({first_line(error)})"], "reverse over reverse"
-            )
+        _, products, said = pushed_somehow(
+            point,
+            tree_leaves(tree),
+            "forward over reverse",
+            lambda point, vectors: ([], Graph(point).pull(vectors)),
+            "reverse over reverse",
+        )
         [(value, *beside)] = self.beside(point)
         return Product((value, point.given.tree(self.finished(products)), *beside), said)
+
+
+def pushed_somehow(
+    point: PinnedFunction,
+    tangents: Sequence[Tensor],
+    way: str,
+    otherwise: Callable[[PinnedFunction, Sequence[Tensor]], tuple[list[Tensor], list[Tensor]]],
+    instead: str,
+) -> tuple[list[Tensor], list[Tensor], str]:
+    """Return what `push` does, and "". If it fails, do it `otherwise`, and return also the text of
+    a warning, which names both ways."""
+    try:
+        return *push(point, dict(enumerate(tangents))), ""
+    except ForwardModeBusyError:
+        raise
+    except Exception as error:  # if the function itself fails, it fails again below
+        fn = point.task.fn
+        return *otherwise(point, tangents), fallback(fn, [f"{way} ({first_line(error)})"], instead)
 
 
 def push_by_two_backwards(

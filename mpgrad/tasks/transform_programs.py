@@ -28,6 +28,7 @@ from torch.autograd.graph import get_gradient_edge
 from mpgrad.pickling import structure
 from mpgrad.pickling.state import loads_whole
 from mpgrad.pickling.streams import Streams
+from mpgrad.tasks.jacobians import filled
 from mpgrad.torch_state.modes import DIFFERENTIATING, Modes, seed_item, under
 from mpgrad.torch_state.private import (
     dual_level_kept,
@@ -203,12 +204,9 @@ class VjpProgram(DerivedProgram):
 
         # The function gets clones, which are not leaves, so it may write to them.
         def outputs_of(*inputs: torch.Tensor) -> list[torch.Tensor]:
-            rest = iter(inputs)
-            entered_own, entered_common = list(own), list(common)
-            for k in self.own_wanted:
-                entered_own[k] = next(rest)
-            for k in self.common_wanted:
-                entered_common[k] = next(rest)
+            count = len(self.own_wanted)
+            entered_own = filled(own, self.own_wanted, inputs[:count])
+            entered_common = filled(common, self.common_wanted, inputs[count:])
             found = self.run_inner(load, entered_common, entered_own, plain)
             return [found[k] for k in self.outputs]
 
@@ -279,19 +277,16 @@ class JvpProgram(DerivedProgram):
     ) -> list[torch.Tensor]:
         """Return the tangents of the outputs, which are zero if an output does not change. The
         tangents of inputs follow their tensors."""
-        own, common = list(own), list(common)
         tangents = own[self.own_count :] + common[self.common_count :]
-        del own[self.own_count :], common[self.common_count :]
+        own, common = own[: self.own_count], common[: self.common_count]
         primals = [*(own[k] for k in self.own_moving), *(common[k] for k in self.common_moving)]
 
         def outputs_of(*primals: torch.Tensor) -> list[torch.Tensor]:
-            rest = iter(primals)
-            for k in self.own_moving:
-                own[k] = next(rest)
-            for k in self.common_moving:
-                common[k] = next(rest)
+            count = len(self.own_moving)
+            entered_own = filled(own, self.own_moving, primals[:count])
+            entered_common = filled(common, self.common_moving, primals[count:])
             with refusing_no_grad() if self.refusal else contextlib.nullcontext():
-                found = self.run_inner(load, common, own, plain)
+                found = self.run_inner(load, entered_common, entered_own, plain)
             return [found[k] for k in self.outputs]
 
         if not plain:

@@ -612,3 +612,15 @@ def test_a_slow_function_delays_no_timeout(pool2: mpgrad.Pool, tmp_path: Path) -
     (tmp_path / "go").touch()
     may_end.set()
     calls.get()
+
+
+def test_a_future_is_waited_for_with_a_timeout(pool2: mpgrad.Pool, tmp_path: Path) -> None:
+    """The waiting thread was in the function of `Pool.progress`, as it may be without a timeout."""
+    shown_by: list[threading.Thread] = []
+    with pool2.progress(lambda *_: shown_by.append(threading.current_thread())):
+        future = pool2.submit(until, tmp_path / "go")
+        with pytest.raises(concurrent.futures.TimeoutError):
+            future.result(timeout=0.4)
+        assert threading.current_thread() not in shown_by
+        (tmp_path / "go").touch()
+        future.result()

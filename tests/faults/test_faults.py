@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import multiprocessing.pool
 import os
 import pickle
@@ -26,6 +27,7 @@ from mpgrad.scheduling.chunk_writer import ChunkWriter
 from mpgrad.scheduling.receiving import Answers
 from mpgrad.scheduling.recovery import Recovery
 from mpgrad.scheduling.supervisor import WorkerSupervisor
+from mpgrad.submission.submitter import WINDOW_PER_WORKER
 
 pytestmark = pytest.mark.quick
 
@@ -218,6 +220,34 @@ def test_what_an_objects_own_pickling_raises(pool: mpgrad.Pool) -> None:
     ):
         next(results)
     works(pool)
+
+
+class Interrupted:
+    """Its own pickling is interrupted the first time."""
+
+    def __init__(self) -> None:
+        self.count = itertools.count()
+
+    def __reduce__(self) -> Any:
+        if next(self.count) == 0:
+            raise KeyboardInterrupt
+        return int, (-1,)
+
+
+def test_an_interrupt_while_an_item_of_imap_is_packed(pool2: mpgrad.Pool) -> None:
+    """Symptom: the next result never came, because the calls behind the item had numbers that left
+    out one. As in a loop, only the item that was interrupted is lost."""
+    ahead = WINDOW_PER_WORKER * pool2.processes
+    items = [*range(ahead + 2), Interrupted(), *range(ahead + 2, 2 * ahead)]
+    results = pool2.imap(abs, iter(items))
+    found = [results.next(timeout=60), results.next(timeout=60)]
+    with pytest.raises(KeyboardInterrupt):
+        results.next(timeout=60)
+    for _ in range(2, 2 * ahead):
+        found.append(results.next(timeout=60))
+    assert found == list(range(2 * ahead))
+    with pytest.raises(StopIteration):
+        next(results)
 
 
 class Unreadable(Refuses):

@@ -280,7 +280,7 @@ def send_backward(
     backward = Backward(graph, asked, [[part]], apart, waits=promise is not None)
     graph.owner.link.send(backward)
     if captures and not apart:
-        graph.owner.add_to_sum(ExpectedGradients(backward))
+        graph.owner.add_to_sum(backward.graph_task, ExpectedGradients(backward))
     return backward
 
 
