@@ -20,12 +20,18 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from mpgrad.machine.policy import MOST_PAYLOAD, SEEN, ChunkSeconds, chunk_size
+from mpgrad.machine.policy import (
+    CHUNKS_UNDER_WAY,
+    MOST_PAYLOAD,
+    SEEN,
+    ChunkSeconds,
+    chunk_size,
+)
 from mpgrad.machine.story import GIVEN_BACK, SENT
 
-__all__ = ["Backlog", "CallQueue"]
+__all__ = ["Backlog", "CallQueue", "Share"]
 
 # seconds; waiting behind a call of this length takes longer than being sent
 LONG_CALL = 50e-3
@@ -39,6 +45,16 @@ LATE = 5
 SORTED = 16
 # calls per worker, at the end of a map, that wait for an idle worker if they differ in size
 LAST_UNLIKE = 4
+
+
+class Share(NamedTuple):
+    """What a worker is to be sent next. It becomes a chunk."""
+
+    worker: Any
+    # None for a chunk of the worker's backlog
+    operation: Any
+    # calls of the operation, with their numbers
+    calls: list[tuple[int, Any]]
 
 
 class CallQueue:
@@ -113,11 +129,45 @@ class CallQueue:
             self._join(operation, first=True)
         return len(wanted)
 
-    def next_for(self, worker: Any, now: float) -> tuple[Any, list[tuple[int, Any]]] | None:
-        """Return a chunk for the worker: an operation, and calls with their numbers.
+    def shares(self, workers: Collection[Any], now: float) -> Iterator[Share]:
+        """Decide what the workers get. Each share is sent before the next is requested.
 
-        Return None if the worker should not be given a call now.
+        Every worker gets a chunk before any gets its second. A second chunk has to wait for the
+        first, perhaps for a long time, while another worker starts or becomes idle. So a second
+        chunk is given only if it is known to be short.
         """
+        yield from self._shares(workers, now)
+        if self.take_back(workers, now):
+            yield from self._shares(workers, now)
+
+    def _shares(self, workers: Collection[Any], now: float) -> Iterator[Share]:
+        for depth in range(CHUNKS_UNDER_WAY):
+            for worker in workers:
+                if (
+                    (self.operations or worker.backlog)
+                    and worker.ready
+                    and len(worker.under_way.chunks) <= depth
+                ):
+                    yield from self.share_of(worker, now)
+
+    def share_of(self, worker: Any, now: float) -> Iterator[Share]:
+        """Decide what this worker gets, if anything, however much it has been sent.
+
+        Backwards go first, because callers wait for them.
+        """
+        if worker.backlog:
+            yield Share(worker, None, [])
+        # A running call in its grace period either ends soon, or its worker is killed.
+        elif not (worker.retiring or worker.under_way.in_grace):
+            share = self._next_for(worker, now)
+            if share is not None:
+                yield share
+                # These calls may have to be taken back.
+                if worker.under_way.has_for_others:
+                    self.look_at = min(self.look_at, now + LONG_CALL)
+
+    def _next_for(self, worker: Any, now: float) -> Share | None:
+        """Return calls for the worker, or None if it should not be given a call now."""
         room = self._room(worker)
         place = 0
         while place < len(self.operations) and room > 0:
@@ -136,7 +186,7 @@ class CallQueue:
             if not operation.queue:
                 del self.operations[place]
             if calls:
-                return operation, calls
+                return Share(worker, operation, calls)
             # The calls that are left are for workers on other devices.
             if operation.queue:
                 place += 1
@@ -181,11 +231,6 @@ class CallQueue:
                 # a call.
                 self.look_at = min(self.look_at, moment, now + LONG_CALL)
         return has_taken
-
-    def note_given(self, worker: Any, now: float) -> None:
-        """Note that the worker was given a chunk, whose calls may have to be taken back."""
-        if worker.under_way.has_for_others:
-            self.look_at = min(self.look_at, now + LONG_CALL)
 
     def _late_at(self, worker: Any) -> float:
         """Return the moment, on the clock of time.monotonic, after which the worker's running call

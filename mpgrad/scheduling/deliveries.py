@@ -1,7 +1,7 @@
 """`Deliveries` sends workers chunks of the calls and backwards that wait, together with updates.
 This module runs in the caller only.
 
-    backlogs, then the queue ──► give ──► WorkerHandle.forward, backward ──► transmit ──► link
+    CallQueue.shares ──► send ──► WorkerHandle.forward, backward ──► transmit ──► link
 Assumes: called by the scheduling thread.
 """
 
@@ -10,12 +10,10 @@ from __future__ import annotations
 import itertools
 import logging
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from mpgrad.callbacks import report
-from mpgrad.machine.policy import CHUNKS_UNDER_WAY
-from mpgrad.machine.queue import CallQueue
-from mpgrad.machine.story import MOST_CALLS
+from mpgrad.machine.queue import Share
 from mpgrad.memory import owner_of, slab_of
 from mpgrad.scheduling.caller_memory import CallerMemory
 from mpgrad.scheduling.tracer import Tracer
@@ -35,74 +33,29 @@ class Deliveries:
     def __init__(
         self,
         workers: dict[int, WorkerHandle],
-        queue: CallQueue,
         memory: CallerMemory,
         tracer: Tracer,
     ) -> None:
         self.workers = workers
-        self._queue = queue
         self._memory = memory
         self.tracer = tracer
         self._chunk_numbers = itertools.count(1)
         # calls whose graphs were rebuilt
         self.recomputed = 0
 
-    def feed(self, now: float) -> list[WorkerHandle]:
-        """Give every worker a chunk before any gets its second. Return the retiring workers that
-        have nothing to do.
-
-        A second chunk has to wait for the first, perhaps for a long time, while another worker
-        starts or becomes idle. So a second chunk is given only if it is known to be short.
-        """
-        self._give_all(now)
-        if self._queue.take_back(self.workers.values(), now):
-            self._give_all(now)
-        return [
-            each
-            for each in self.workers.values()
-            if each.retiring and each.ready and not each.backlog
-        ]
-
-    def _give_all(self, now: float) -> None:
-        for depth in range(CHUNKS_UNDER_WAY):
-            for worker in self.workers.values():
-                if (
-                    (self._queue.operations or worker.backlog)
-                    and worker.ready
-                    and len(worker.under_way.chunks) <= depth
-                ):
-                    self.give(worker, now)
-
-    def give(self, worker: WorkerHandle, now: float) -> None:
-        """Send `worker` a chunk. Backwards go first, because callers wait for them."""
-        if worker.backlog:
+    def send(self, shares: Iterable[Share], now: float) -> None:
+        """Send workers their shares, as chunks. Each is sent before the next is decided."""
+        for worker, operation, calls in shares:
             number = next(self._chunk_numbers)
-            messages, payload = worker.backward(number, now)
-            self.recomputed += sum(map(recomputed_by, messages))
-            self._transmit_chunk(worker, number, now, messages, payload)
-            return
-        # A running call in its grace period either ends soon, or its worker is killed.
-        if worker.retiring or worker.under_way.in_grace:
-            return
-        share = self._queue.next_for(worker, now)
-        if share is not None:
-            number = next(self._chunk_numbers)
-            self._transmit_chunk(worker, number, now, *worker.forward(number, *share, now))
-            self._queue.note_given(worker, now)
-            if len(share[0].options.story.calls) > 2 * MOST_CALLS:
-                share[0].options.story.shorten()
-
-    def _transmit_chunk(
-        self,
-        worker: WorkerHandle,
-        number: int,
-        now: float,
-        messages: list[Message],
-        payload: Payload,
-    ) -> None:
-        if self.tracer.trace is not None:
-            self.tracer.sent(worker, number)
-        self.transmit(worker, messages, now, payload)
+            if operation is None:
+                messages, payload = worker.backward(number, now)
+                self.recomputed += sum(map(recomputed_by, messages))
+            else:
+                messages, payload = worker.forward(number, operation, calls, now)
+                operation.options.story.shorten()
+            if self.tracer.trace is not None:
+                self.tracer.sent(worker, number)
+            self.transmit(worker, messages, now, payload)
 
     def record(self, worker: WorkerHandle, now: float) -> None:
         """Have the worker report for a timeline what it does from now on."""

@@ -101,7 +101,7 @@ class Scheduler(Driver):
             by_device,
             FAR if settings.remote else NEAR,
         )
-        self.deliveries = deliveries = Deliveries(self.workers, queue, self.memory, self.tracer)
+        self.deliveries = deliveries = Deliveries(self.workers, self.memory, self.tracer)
         self.gradients = gradients = GradientSender(
             self,
             self.life,
@@ -154,8 +154,8 @@ class Scheduler(Driver):
         """Wait for the end that `drain` or `terminate` has requested."""
 
     def feed(self, now: float) -> None:
-        for worker in self.deliveries.feed(now):
-            self.supervisor.retire(worker, now)
+        self.deliveries.send(self._queue.shares(self.workers.values(), now), now)
+        self.supervisor.end_retiring(now)
 
     # --- any thread: operations
 
