@@ -1,7 +1,7 @@
 """`Deliveries` sends workers chunks of the calls and backwards that wait, together with updates.
 This module runs in the caller only.
 
-    CallQueue.shares ──► send ──► WorkerHandle.forward, backward ──► transmit ──► link
+    CallQueue.shares ──► send ──► ChunkWriter ──► transmit ──► link
 Assumes: called by the scheduling thread.
 """
 
@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 
 from mpgrad.callbacks import report
 from mpgrad.machine.queue import Share
+from mpgrad.machine.story import BACKWARD_SENT
 from mpgrad.memory import owner_of, slab_of
 from mpgrad.scheduling.caller_memory import CallerMemory
 from mpgrad.scheduling.tracer import Tracer
@@ -48,11 +49,14 @@ class Deliveries:
         for worker, operation, calls in shares:
             number = next(self._chunk_numbers)
             if operation is None:
-                messages, payload = worker.backward(number, now)
+                messages, payload, chunk = worker.writer.backward(number, worker.backlog)
                 self.recomputed += sum(map(recomputed_by, messages))
+                for backward in chunk.backwards:
+                    backward.note((now, BACKWARD_SENT, worker.number))
             else:
-                messages, payload = worker.forward(number, operation, calls, now)
+                messages, payload, chunk = worker.writer.forward(number, operation, calls)
                 operation.options.story.shorten()
+            worker.add(number, chunk, now)
             if self.tracer.trace is not None:
                 self.tracer.sent(worker, number)
             self.transmit(worker, messages, now, payload)

@@ -462,7 +462,7 @@ class Answers:
             self._borrow(found)
         if number is not None:
             worker.graphs.handle(number, KEEP)
-            worker.releases.append(number)
+            worker.graphs.released.append(number)
 
     def collected(
         self, worker: WorkerHandle, chunk: Chunk, message: CollectedSums, payload: memoryview

@@ -497,6 +497,8 @@ class World:
     def _feed(self) -> None:
         for worker, operation, calls in self.queue.shares(self.workers.values(), self.now):
             self._pause()
+            may_run = not (worker.retiring or worker.under_way.in_grace)
+            assert may_run or operation is None, "a worker gets calls that it may not run"
             if operation is None:
                 backwards = list(worker.backlog.take_alike())
                 self._send(worker, Chunk(None, [], backwards, None, None), list(backwards))
