@@ -160,11 +160,11 @@ class SentChunks:
 
         The position is -1 if no call runs. It counts calls that are not answered.
         """
-        number, chunk = next(iter(self.chunks.items()), (None, None))
-        at = None if chunk is None or self.progress is None else self.progress.at()
-        if chunk is None or at is None or at[0] != number:
+        place = None if self.progress is None else self.progress.at()
+        if place is None or place[0] != next(iter(self.chunks), None):
             return -1, self.since
-        return at[1] - chunk.answered, max(self.since, self.progress.started or 0.0)
+        at, position = place
+        return position - self.chunks[at].answered, max(self.since, self.progress.started or 0.0)
 
     def limited_since(self, now: float) -> float:
         """Return since when the time limit of the running call, or of the next one, counts.
@@ -305,15 +305,12 @@ class SentChunks:
 
     def cancel_with_grace(self, operation: Any, now: float) -> None:
         """Cancel all chunks of the operation, or of all operations if it is None."""
-        wanted = [number for number, chunk in self.chunks.items() if chunk.operation is not None]
-        self.put_in_grace(
-            [
-                each
-                for each in wanted
-                if operation is None or self.chunks[each].operation is operation
-            ],
-            now,
-        )
+        numbers = [
+            number
+            for number, chunk in self.chunks.items()
+            if chunk.operation is not None and operation in (None, chunk.operation)
+        ]
+        self.put_in_grace(numbers, now)
 
     def parts_of_backward(self, graph_task: int) -> dict[int, list[Any]]:
         """Return the parts of the backward with this number, by chunk."""

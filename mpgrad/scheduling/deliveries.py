@@ -61,10 +61,15 @@ class Deliveries:
                 self.tracer.sent(worker, number)
             self.transmit(worker, messages, now, payload)
 
-    def record(self, worker: WorkerHandle, now: float) -> None:
-        """Have the worker report for a timeline what it does from now on."""
+    def record_all(self, is_on: bool, now: float) -> None:
+        """Have all workers report for a timeline what they do from now on, or end that."""
+        for worker in self.workers.values():
+            if worker.ready:
+                self.record(worker, is_on, now)
+
+    def record(self, worker: WorkerHandle, is_on: bool, now: float) -> None:
         self.tracer.know(worker)
-        self.transmit(worker, [Record(True)], now)
+        self.transmit(worker, [Record(is_on)], now)
 
     def transmit(
         self,
