@@ -1,7 +1,7 @@
 """`Deliveries` sends workers chunks of the calls and backwards that wait, together with updates.
 This module runs in the caller only.
 
-    CallQueue.shares ──► send ──► ChunkWriter ──► transmit ──► link
+    CallQueue.next_chunks ──► send ──► ChunkWriter ──► transmit ──► link
 Assumes: called by the scheduling thread.
 """
 
@@ -13,7 +13,7 @@ import operator
 from collections.abc import Iterable, Sequence
 
 from mpgrad.callbacks import report
-from mpgrad.machine.queue import Share
+from mpgrad.machine.queue import NextChunk
 from mpgrad.machine.story import BACKWARD_SENT
 from mpgrad.memory import owner_of, slab_of
 from mpgrad.scheduling.caller_memory import CallerMemory
@@ -44,9 +44,9 @@ class Deliveries:
         # calls whose graphs were rebuilt
         self.recomputed = 0
 
-    def send(self, shares: Iterable[Share], now: float) -> None:
-        """Send workers their shares, as chunks. Each is sent before the next is decided."""
-        for worker, operation, calls in shares:
+    def send(self, chunks: Iterable[NextChunk], now: float) -> None:
+        """Send workers their chunks. Each is sent before the next is decided."""
+        for worker, operation, calls in chunks:
             number = next(self._chunk_numbers)
             if operation is None:
                 messages, payload, chunk = worker.writer.backward(number, worker.backlog)

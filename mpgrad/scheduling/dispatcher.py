@@ -359,7 +359,7 @@ class InlineScheduler(Scheduler):
         (worker,) = self.workers.values()
         # A task may use the pool again, so chunks under way have no limit.
         if worker.ready:
-            self.deliveries.send(self._queue.share_of(worker, now), now)
+            self.deliveries.send(self._queue.next_chunk_for(worker, now), now)
 
     def nudge(self) -> None:
         """Do nothing: updates go with the next message."""

@@ -153,7 +153,7 @@ class Scheduler(Driver):
         """Wait for the end that `drain` or `terminate` has requested."""
 
     def feed(self, now: float) -> None:
-        self.deliveries.send(self._queue.shares(self.workers.values(), now), now)
+        self.deliveries.send(self._queue.next_chunks(self.workers.values(), now), now)
         self.supervisor.end_retiring(now)
 
     # --- any thread: operations

@@ -15,10 +15,9 @@ from collections.abc import Container
 from mpgrad.autograd.remote_graph import Backward
 from mpgrad.calls.backwards import error_maker
 from mpgrad.engines.kinds import WorkerLink
-from mpgrad.machine.deaths import Termination
 from mpgrad.machine.ledger import CANCEL, GraphLedger, SumLedger
 from mpgrad.machine.queue import Backlog
-from mpgrad.machine.under_way import Chunk, SentChunks
+from mpgrad.machine.under_way import Chunk, SentChunks, Termination
 from mpgrad.scheduling.chunk_writer import ChunkWriter, LentSlots
 from mpgrad.system import OwnedDescriptor
 from mpgrad.tracebacks import shown_stack

@@ -495,7 +495,7 @@ class World:
                     raise AssertionError(f"the step {step!r} is unknown")
 
     def _feed(self) -> None:
-        for worker, operation, calls in self.queue.shares(self.workers.values(), self.now):
+        for worker, operation, calls in self.queue.next_chunks(self.workers.values(), self.now):
             self._pause()
             may_run = not (worker.retiring or worker.under_way.in_grace)
             assert may_run or operation is None, "a worker gets calls that it may not run"
