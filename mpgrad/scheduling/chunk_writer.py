@@ -75,17 +75,18 @@ class ChunkWriter:
         self._follow(options.environment, messages)
         self._define(function, messages)
         sent = [self._forward_call(call, packed, payload) for call, packed in calls]
-        forward = Forward(
-            number,
-            function.number,
-            options.modes,
-            options.seed,
-            options.stop_at_failure,
-            options.eager,
-            options.together,
-            sent,
+        messages.append(
+            Forward(
+                number,
+                function.number,
+                options.modes,
+                options.seed,
+                options.stop_at_failure,
+                options.eager,
+                options.together,
+                sent,
+            )
         )
-        messages.append(forward)
         return messages, payload, Chunk(operation, calls, [], None, options.timeout)
 
     def backward(self, number: int, backlog: Backlog) -> Written:
@@ -172,12 +173,11 @@ class ChunkWriter:
         return state.sent(shared, is_known)
 
     def _forward_call(self, number: int, call: PackedCall, payload: Payload) -> ForwardCall:
-        tensors = self._pack(call.packed, payload)
         return ForwardCall(
             number,
             call.item,
             call.structure,
-            tensors,
+            self._pack(call.packed, payload),
             call.dependency_results,
             call.origin,
             call.bundle,

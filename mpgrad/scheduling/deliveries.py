@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import operator
 from collections.abc import Iterable, Sequence
 
 from mpgrad.callbacks import report
@@ -24,8 +23,6 @@ from mpgrad.wire.messages import Backwards, Message, Recompute, Record
 from mpgrad.wire.tensor_refs import Payload
 
 __all__ = ["Deliveries"]
-
-HAS_UPDATES = operator.attrgetter("has_updates")
 
 
 class Deliveries:
@@ -112,7 +109,7 @@ class Deliveries:
     def has_updates(self) -> bool:
         """Whether updates wait for the workers."""
         self.collect_returns()
-        return any(map(HAS_UPDATES, self.workers.values()))
+        return any(worker.has_updates for worker in self.workers.values())
 
     def send_updates(self, quiet_for: float, now: float) -> None:
         """Send waiting updates to workers that have been sent nothing for `quiet_for` seconds."""

@@ -310,12 +310,8 @@ class InlineScheduler(Scheduler):
     def wake(self) -> None:
         while self._work_on():
             # Functions that show progress run between calls, without the lock.
-            if self.callbacks.watched:
-                self._tick()
-
-    def _tick(self) -> None:
-        if current_graph_task() == -1:
-            self.callbacks.tick(everything=True)
+            if self.callbacks.watched and current_graph_task() == -1:
+                self.callbacks.tick(everything=True)
 
     def _work_on(self) -> bool:
         """Do a step. Return whether there may be more to do."""
