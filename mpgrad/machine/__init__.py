@@ -3,9 +3,10 @@ what follows from its death. They run in the caller only.
 
 This package imports only itself and pure parts of the standard library: no clock, thread, signal,
 log, socket or torch. Its callers pass the time as an argument. Calls, operations and workers are
-handles, of which it reads sizes, flags and counts. It changes only its own objects and the handles'
-notes on time limits and deaths, and asks workers to skip chunks. `mpgrad.scheduling` carries out
-the decisions, and `tests/simulation/alone.py` does so with stubs.
+handles, of which it reads sizes, flags and counts: see `queue.AnyWorker`,
+`under_way.ProgressHandle`, and `mpgrad.calls` for the others. It changes only its own objects and
+the handles' notes on time limits and deaths, and asks workers to skip chunks. `mpgrad.scheduling`
+carries out the decisions, and `tests/simulation/alone.py` does so with stubs.
 
 Read the modules in this order:
 

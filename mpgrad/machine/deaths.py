@@ -33,8 +33,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
 from mpgrad.machine.policy import SEEN
-from mpgrad.machine.queue import CallQueue
+from mpgrad.machine.queue import AnyWorker, CallQueue
 from mpgrad.machine.story import DIED_AT, DIED_BEFORE, OVERDUE
+from mpgrad.machine.under_way import Termination
 
 __all__ = [
     "IDLE_DEATHS",
@@ -42,7 +43,6 @@ __all__ = [
     "Death",
     "Limits",
     "Step",
-    "Termination",
     "Verdict",
     "death_of",
     "failing",
@@ -64,13 +64,6 @@ IDLE_DEATHS = 2
 Step = Literal["kill operation", "drain", "terminate", "kill", "kill overdue", "retire"]
 
 
-class Termination(NamedTuple):
-    """The moment by which a worker has to end, because its running call is overdue."""
-
-    moment: float  # on the clock of time.monotonic
-    begun: tuple[int, float]  # see `SentChunks.begun`
-
-
 class Limits:
     """Decides which workers are ended.
 
@@ -88,7 +81,9 @@ class Limits:
         # when a step may be due, on the clock of time.monotonic
         self.next_look = math.inf
 
-    def steps_to_kill(self, workers: Iterable[Any], operation: Any) -> Iterator[tuple[Step, Any]]:
+    def steps_to_kill(
+        self, workers: Iterable[AnyWorker], operation: Any
+    ) -> Iterator[tuple[Step, Any]]:
         """Kill the workers that run a call of the operation."""
         for worker in list(workers) if self._can_kill else ():
             if worker.under_way.is_at(operation):
@@ -97,7 +92,7 @@ class Limits:
                 if worker.gone is None and worker.under_way.is_at(operation):
                     yield "kill", worker
 
-    def steps(self, workers: Iterable[Any], now: float) -> Iterator[tuple[Step, Any]]:
+    def steps(self, workers: Iterable[AnyWorker], now: float) -> Iterator[tuple[Step, Any]]:
         """Do what is due. This runs in each turn."""
         self.next_look = math.inf
         for worker in list(workers):
@@ -121,7 +116,7 @@ class Limits:
                 yield "kill operation", operation
             self.next_look = min(self.next_look, self.deadlines.next)
 
-    def _step(self, worker: Any, is_drained: bool, now: float) -> Step | None:
+    def _step(self, worker: AnyWorker, is_drained: bool, now: float) -> Step | None:
         """Return what is to be done with the worker now.
 
         Nothing drastic is done before it is drained. It may have been in time, while this thread
@@ -164,19 +159,19 @@ class Limits:
         return "retire"
 
 
-def overdue_at(worker: Any, now: float) -> float:
+def overdue_at(worker: AnyWorker, now: float) -> float:
     """Return when the worker's running call becomes overdue.
 
     If the call is overdue already, return when the worker must have ended.
     """
     if worker.termination is not None and worker.gone is None:
-        return float(worker.termination.moment)
+        return worker.termination.moment
     chunk = worker.under_way.first
     if worker.gone is not None or chunk is None or chunk.timeout is None:
         return math.inf
     if worker.link.keeps_time:
         return -math.inf if worker.under_way.is_at_call(worker.link.overrun) else math.inf
-    return float(worker.under_way.limited_since(now) + chunk.timeout)
+    return worker.under_way.limited_since(now) + chunk.timeout
 
 
 # the heap may keep this many entries of operations that are gone
@@ -238,7 +233,7 @@ class Verdict(NamedTuple):
     fails: bool
 
 
-def death_of(worker: Any, blames: bool) -> Death:
+def death_of(worker: AnyWorker, blames: bool) -> Death:
     """Return where the worker was. Note if it did not end because of its overdue call."""
     under_way = worker.under_way
     position, since = under_way.begun()
@@ -251,7 +246,7 @@ def death_of(worker: Any, blames: bool) -> Death:
 
 
 def judged(
-    worker: Any, death: Death, retries: int, timeout_retries: int, now: float
+    worker: AnyWorker, death: Death, retries: int, timeout_retries: int, now: float
 ) -> Verdict | None:
     """Count the death against the running call, or else the next one.
 
@@ -286,7 +281,7 @@ def failing(death: Death, fails: bool, retries: int) -> slice:
     return slice(0 if retries == 0 and death.position >= 0 else place, place + fails)
 
 
-def successor(workers: Iterable[Any], device: int) -> Any:
+def successor(workers: Iterable[AnyWorker], device: int) -> Any:
     """Return the worker that takes over the graphs of a dead worker on this device.
 
     It is the worker with the least to do. Workers on the same device come first, and among these

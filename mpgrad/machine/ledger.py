@@ -13,12 +13,14 @@ FREED means that another backward is the user's mistake, and the worker raises. 
 same for a graph of which nothing is left: for each further backward it is rebuilt and used up once
 more, so that PyTorch itself decides what this backward does. `free`, `last` and `rebuild` happen
 when the message is written. The other events come with an answer, a death or a release.
-Assumes: called by the scheduling thread; any thread may ask how many graphs there are.
+Assumes: called by the scheduling thread. Any thread may append to `released` and `consumed`, and
+    ask which graphs are there or needed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections import deque
+from collections.abc import Hashable, Set
 from typing import Any
 
 __all__ = [
@@ -94,6 +96,12 @@ class GraphLedger:
         self._used_up_by: dict[int, int | None] = {}
         # bytes that the graphs take in the worker, if this is measured
         self.nbytes = 0
+        # calls whose graphs can get no further backward
+        self.released: deque[int] = deque()
+        # calls whose last backward was an eager one, and has arrived
+        self.consumed: deque[int] = deque()
+        # calls of `consumed` that were noted, and whose graphs the worker still has
+        self._to_drop: list[int] = []
 
     def __len__(self) -> int:
         return len(self.states)
@@ -122,6 +130,11 @@ class GraphLedger:
         # Another thread may ask while the states change.
         return sum(state not in TO_BE_MADE for state in list(self.states.values()))
 
+    @property
+    def needed(self) -> Set[int]:
+        """The calls whose graphs are not released."""
+        return self.states.keys() - set(self.released)
+
     def needs_worker(self, is_last: bool) -> bool:
         """Whether the worker has to stay for the sake of a graph.
 
@@ -135,6 +148,7 @@ class GraphLedger:
 
         This worker rebuilds the graph when it is needed.
         """
+        before.note_consumed()
         self.states[call] = AFTER[MOVE][before.states.get(call)]
         self._used_up_by[call] = before._used_up_by.get(call)
 
@@ -149,10 +163,29 @@ class GraphLedger:
         self.handle(call, REBUILD_AGAIN if again else REBUILD)
         return None if self.states[call] == before != CONSUMED else before or LOST
 
-    def forget(self, calls: Iterable[int]) -> None:
-        for call in calls:
+    # --- graphs that the worker is to drop
+
+    @property
+    def has_dropped(self) -> bool:
+        return bool(self.released or self.consumed or self._to_drop)
+
+    def note_consumed(self) -> None:
+        """Note the graphs of eager backwards that other threads have reported."""
+        while self.consumed:
+            call = self.consumed.popleft()
+            self.handle(call, TAKE)
+            self._to_drop.append(call)
+
+    def take_dropped(self) -> list[int]:
+        """Return the calls whose graphs the next message has the worker drop."""
+        self.note_consumed()
+        dropped, self._to_drop = self._to_drop, []
+        while self.released:
+            call = self.released.popleft()
             self.states.pop(call, None)
             self._used_up_by.pop(call, None)
+            dropped.append(call)
+        return dropped
 
 
 class SumLedger:

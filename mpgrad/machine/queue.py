@@ -20,12 +20,19 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
-from mpgrad.machine.policy import MOST_PAYLOAD, SEEN, ChunkSeconds, chunk_size
+from mpgrad.machine.policy import (
+    CHUNKS_UNDER_WAY,
+    MOST_PAYLOAD,
+    SEEN,
+    ChunkSeconds,
+    chunk_size,
+)
 from mpgrad.machine.story import GIVEN_BACK, SENT
+from mpgrad.machine.under_way import SentChunks, Termination
 
-__all__ = ["Backlog", "CallQueue"]
+__all__ = ["AnyWorker", "Backlog", "CallQueue", "NextChunk"]
 
 # seconds; waiting behind a call of this length takes longer than being sent
 LONG_CALL = 50e-3
@@ -39,6 +46,67 @@ LATE = 5
 SORTED = 16
 # calls per worker, at the end of a map, that wait for an idle worker if they differ in size
 LAST_UNLIKE = 4
+
+
+class AnyWorker(Protocol):
+    """What is known of a worker."""
+
+    number: int
+    # the device's code
+    device: int
+    # whether it has started
+    ready: bool
+    # It gets no new calls, and stays while its graphs are needed.
+    retiring: bool
+    calls_done: int
+    # the error that its graphs raise after its end
+    gone: BaseException | None
+    # until when it has to end, for an overdue call
+    termination: Termination | None
+    # the timeout of the call for which it was ended
+    overdue: float | None
+    # what it has been sent, and what waits for it
+    under_way: SentChunks
+    backlog: Backlog
+
+    @property
+    def link(self) -> AnyLink:
+        """Leads to the worker, and outlives it."""
+
+    @property
+    def load(self) -> int:
+        """The number of calls and backwards that it has been given, or will get next."""
+
+    @property
+    def has_others(self) -> bool:
+        """Whether it has anything that was not cancelled with grace."""
+
+
+class AnyLink(Protocol):
+    """What the link to a worker knows of the worker."""
+
+    # whether the worker's machine checks by its own clock which calls take too long
+    keeps_time: bool
+    # the call that takes too long: its chunk, and its position or -1
+    overrun: tuple[int, int] | None
+
+    @property
+    def has_place(self) -> bool:
+        """Whether the worker runs, or will soon."""
+
+    @property
+    def lost(self) -> str:
+        """Why the worker has ended, if this is not its own fault; otherwise ""."""
+
+
+class NextChunk(NamedTuple):
+    """What a worker is to be sent next."""
+
+    worker: Any
+    # None for a chunk of the worker's backlog
+    operation: Any
+    # calls of the operation, with their numbers
+    calls: list[tuple[int, Any]]
 
 
 class CallQueue:
@@ -113,11 +181,45 @@ class CallQueue:
             self._join(operation, first=True)
         return len(wanted)
 
-    def next_for(self, worker: Any, now: float) -> tuple[Any, list[tuple[int, Any]]] | None:
-        """Return a chunk for the worker: an operation, and calls with their numbers.
+    def next_chunks(self, workers: Collection[AnyWorker], now: float) -> Iterator[NextChunk]:
+        """Decide what the workers get. Each chunk is sent before the next is requested.
 
-        Return None if the worker should not be given a call now.
+        Every worker gets a chunk before any gets its second. A second chunk has to wait for the
+        first, perhaps for a long time, while another worker starts or becomes idle. So a second
+        chunk is given only if it is known to be short.
         """
+        yield from self._next_chunks(workers, now)
+        if self.take_back(workers, now):
+            yield from self._next_chunks(workers, now)
+
+    def _next_chunks(self, workers: Collection[AnyWorker], now: float) -> Iterator[NextChunk]:
+        for depth in range(CHUNKS_UNDER_WAY):
+            for worker in workers:
+                if (
+                    (self.operations or worker.backlog)
+                    and worker.ready
+                    and len(worker.under_way.chunks) <= depth
+                ):
+                    yield from self.next_chunk_for(worker, now)
+
+    def next_chunk_for(self, worker: AnyWorker, now: float) -> Iterator[NextChunk]:
+        """Decide what this worker gets, if anything, however much it has been sent.
+
+        Backwards go first, because callers wait for them.
+        """
+        if worker.backlog:
+            yield NextChunk(worker, None, [])
+        # A running call in its grace period either ends soon, or its worker is killed.
+        elif not (worker.retiring or worker.under_way.in_grace):
+            chunk = self._next_for(worker, now)
+            if chunk is not None:
+                yield chunk
+                # These calls may have to be taken back.
+                if worker.under_way.has_for_others:
+                    self.look_at = min(self.look_at, now + LONG_CALL)
+
+    def _next_for(self, worker: AnyWorker, now: float) -> NextChunk | None:
+        """Return calls for the worker, or None if it should not be given a call now."""
         room = self._room(worker)
         place = 0
         while place < len(self.operations) and room > 0:
@@ -136,13 +238,13 @@ class CallQueue:
             if not operation.queue:
                 del self.operations[place]
             if calls:
-                return operation, calls
+                return NextChunk(worker, operation, calls)
             # The calls that are left are for workers on other devices.
             if operation.queue:
                 place += 1
         return None
 
-    def take_back(self, workers: Collection[Any], now: float) -> bool:
+    def take_back(self, workers: Collection[AnyWorker], now: float) -> bool:
         """Take back calls that have not begun, and return whether any were taken.
 
         Costs are not known in advance. If a worker runs a call for longer than such calls take, the
@@ -182,12 +284,7 @@ class CallQueue:
                 self.look_at = min(self.look_at, moment, now + LONG_CALL)
         return has_taken
 
-    def note_given(self, worker: Any, now: float) -> None:
-        """Note that the worker was given a chunk, whose calls may have to be taken back."""
-        if worker.under_way.has_for_others:
-            self.look_at = min(self.look_at, now + LONG_CALL)
-
-    def _late_at(self, worker: Any) -> float:
+    def _late_at(self, worker: AnyWorker) -> float:
         """Return the moment, on the clock of time.monotonic, after which the worker's running call
         takes longer than such calls do."""
         chunk = worker.under_way.first
@@ -201,10 +298,9 @@ class CallQueue:
             seconds = self._functions.seconds(chunk.operation.options.function, unknown=0.0) * sum(
                 call.items for _, call in calls
             )
-        late: float = since + max(LATE * self._chunk_seconds.shortest, 2 * seconds)
-        return late
+        return since + max(LATE * self._chunk_seconds.shortest, 2 * seconds)
 
-    def _unbegun_seconds(self, worker: Any, now: float) -> float:
+    def _unbegun_seconds(self, worker: AnyWorker, now: float) -> float:
         seconds = 0.0
         for number, count in worker.under_way.unbegun(now):
             chunk = worker.under_way.chunks[number]
@@ -213,7 +309,7 @@ class CallQueue:
             seconds += one * sum(call.items for _, call in chunk.calls[-count:])
         return seconds
 
-    def _had_better_wait(self, operation: Any, worker: Any, now: float) -> bool:
+    def _had_better_wait(self, operation: Any, worker: AnyWorker, now: float) -> bool:
         """Return whether the next call should wait here, and not behind the worker's running
         call."""
         return self._may_be_sooner_elsewhere(operation) or self._late_at(worker) <= now
@@ -249,7 +345,7 @@ class CallQueue:
         seconds: float = self._functions.seconds(operation.options.function, unknown=math.inf)
         return seconds * operation.queue[0].items if operation.queue else seconds
 
-    def _room(self, worker: Any) -> Any:
+    def _room(self, worker: AnyWorker) -> float:
         """Return how many more calls the worker may be given before it is replaced."""
         if self._calls_per_worker is None:
             return math.inf
@@ -280,7 +376,7 @@ class CallQueue:
         operation.queue.extendleft(calls[place] for place in reversed(order))
 
     def _take_calls(
-        self, worker: Any, operation: Any, size: float, now: float
+        self, worker: AnyWorker, operation: Any, size: float, now: float
     ) -> list[tuple[int, Any]]:
         """Take at most `size` calls from the queue, as far as they fit into a message. Number
         them."""

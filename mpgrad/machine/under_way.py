@@ -11,16 +11,6 @@ So a call is run by the worker or taken back, and never both. A call whose chunk
 too late is answered as usual. If the worker answers calls unrun that were not taken back, they
 return to the queue.
 
-The record is read and written through a handle, `progress`:
-
-    at           the chunk and the position of the call noted last; None between two chunks
-    started      the moment at which that call began; None while the worker loads a function
-    offset       the place of the running item in its bundle
-    skip         write that a chunk is skipped; false if there is no free place
-    is_far       a node agent reads and writes the record, with a delay; so only whole chunks behind
-                 the first are taken back, when the agent has reported them as `skipped`
-    follow       have the agent report where the worker is for some seconds
-`progress` is None until the worker is ready, and if the record cannot be mapped.
 Assumes: called by the scheduling thread; any thread may count what is under way.
 """
 
@@ -28,16 +18,51 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Container, Iterable
+from typing import Any, NamedTuple, Protocol
 
 from mpgrad.machine.policy import SEEN
 
-__all__ = ["GRACE_PERIOD", "Chunk", "SentChunks"]
+__all__ = ["GRACE_PERIOD", "Chunk", "ProgressHandle", "SentChunks", "Termination"]
 
 # seconds; most interrupted calls end by themselves in this time, so that the worker's graphs need
 # not be rebuilt
 GRACE_PERIOD = 0.2
+
+
+class ProgressHandle(Protocol):
+    """Reads and writes a worker's record."""
+
+    # A node agent reads and writes the record, with a delay. So only whole chunks behind the first
+    # are taken back, when the agent has reported them as `skipped`.
+    is_far: bool
+
+    def at(self) -> tuple[int, int] | None:
+        """Return the chunk and the position of the call that was noted last.
+
+        Return None while the worker goes on to another chunk.
+        """
+
+    @property
+    def started(self) -> float | None:
+        """When that call began, on the clock of time.monotonic; None while the worker loads a
+        function."""
+
+    @property
+    def offset(self) -> int:
+        """The place of the running item in its bundle; -1 while none of its items runs."""
+
+    def skip(self, number: int, under_way: Container[int]) -> bool:
+        """Write that the chunk is skipped, and return whether this is new.
+
+        There may be no free place for it beside the chunks `under_way`.
+        """
+
+    def skipped(self) -> Container[int]:
+        """Return the chunks that the node agent has skipped."""
+
+    def follow(self, seconds: float) -> None:
+        """Have the node agent report where the worker is, for this number of seconds."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -79,6 +104,13 @@ class Chunk:
         return [not each.arrived for each in self.from_backlog]
 
 
+class Termination(NamedTuple):
+    """The moment by which a worker has to end, because its running call is overdue."""
+
+    moment: float  # on the clock of time.monotonic
+    begun: tuple[int, float]  # see `SentChunks.begun`
+
+
 # long because: it has a few lines for each question about a worker's chunks
 class SentChunks:
     """Holds the chunks under way with a worker, by number, in the order in which they were sent.
@@ -89,8 +121,8 @@ class SentChunks:
 
     def __init__(self) -> None:
         self.chunks: dict[int, Chunk] = {}
-        # how far the worker is, see the head of this module
-        self.progress: Any = None
+        # None until the worker is ready, and if its record cannot be mapped
+        self.progress: ProgressHandle | None = None
         # seconds in which a chunk was under way, up to the last answer
         self.seconds = 0.0
         # when the first chunk became the first, on the clock of time.monotonic
@@ -160,11 +192,12 @@ class SentChunks:
 
         The position is -1 if no call runs. It counts calls that are not answered.
         """
-        number, chunk = next(iter(self.chunks.items()), (None, None))
-        at = None if chunk is None or self.progress is None else self.progress.at()
-        if chunk is None or at is None or at[0] != number:
+        progress = self.progress
+        place = None if progress is None else progress.at()
+        if progress is None or place is None or place[0] != next(iter(self.chunks), None):
             return -1, self.since
-        return at[1] - chunk.answered, max(self.since, self.progress.started or 0.0)
+        at, position = place
+        return position - self.chunks[at].answered, max(self.since, progress.started or 0.0)
 
     def limited_since(self, now: float) -> float:
         """Return since when the time limit of the running call, or of the next one, counts.
@@ -295,8 +328,9 @@ class SentChunks:
         Chunks that stay together, or are behind a node agent, are only given back as a whole.
         """
         found = {}
+        is_far = self.progress is not None and self.progress.is_far
         for place, (number, chunk) in enumerate(self.chunks.items()):
-            is_divisible = not (self.progress.is_far or stays_together(chunk))
+            is_divisible = not (is_far or stays_together(chunk))
             if chunk.operation is not None and (place > 0 or is_divisible):
                 found[number] = chunk
         return found
@@ -305,15 +339,12 @@ class SentChunks:
 
     def cancel_with_grace(self, operation: Any, now: float) -> None:
         """Cancel all chunks of the operation, or of all operations if it is None."""
-        wanted = [number for number, chunk in self.chunks.items() if chunk.operation is not None]
-        self.put_in_grace(
-            [
-                each
-                for each in wanted
-                if operation is None or self.chunks[each].operation is operation
-            ],
-            now,
-        )
+        numbers = [
+            number
+            for number, chunk in self.chunks.items()
+            if chunk.operation is not None and operation in (None, chunk.operation)
+        ]
+        self.put_in_grace(numbers, now)
 
     def parts_of_backward(self, graph_task: int) -> dict[int, list[Any]]:
         """Return the parts of the backward with this number, by chunk."""

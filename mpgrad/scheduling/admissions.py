@@ -129,7 +129,7 @@ class Admissions:
         giver = outcomes[-1].worker
         if giver.ready and giver.gone is None and not giver.under_way:
             # The worker that has a part of the input runs the call next.
-            self._deliveries.give(giver, now)
+            self._deliveries.send(self._queue.next_chunk_for(giver, now), now)
 
     def look_at_backward(self, backward: Backward, now: float) -> None:
         """Put the gradients of other backwards into a backward. If one is missing, look again when

@@ -142,11 +142,9 @@ class DeviceTransfer:
 
     def setup(self, code: int) -> bytes:
         """Return the pickled `DeviceSetup` that a new worker needs."""
-        channels = {
-            code: [self._departures[code], self._arrivals[code]] for code in self._departures
-        }
         events = {
-            code: [channel.event_handle() for channel in both] for code, both in channels.items()
+            code: [departures.event_handle(), self._arrivals[code].event_handle()]
+            for code, departures in self._departures.items()
         }
         return pickle.dumps(
             DeviceSetup(self._accelerator, code, self._codes, events, self._in_process)

@@ -54,11 +54,7 @@ class Canceller:
 
     def cancel(self, operation: Operation) -> None:
         operation.cancel()
-        for worker in self._workers.values():
-            worker.under_way.cancel(operation)
-        self._queue.tidy()
-        self._admissions.unfinished.pop(operation, None)
-        self._driver.tell_waiters()
+        self._admissions.cancel_rest(operation)
 
     def cancel_queued(self, operation: Operation) -> None:
         """Give a `CancelledError` to the calls that no worker has been given."""

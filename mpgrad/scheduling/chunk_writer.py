@@ -15,7 +15,7 @@ Assumes: called by the scheduling thread; any thread may look into `functions`, 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from mpgrad.autograd.remote_graph import Backward, RemoteGraph, SumRequest
@@ -75,26 +75,24 @@ class ChunkWriter:
         self._follow(options.environment, messages)
         self._define(function, messages)
         sent = [self._forward_call(call, packed, payload) for call, packed in calls]
-        forward = Forward(
-            number,
-            function.number,
-            options.modes,
-            options.seed,
-            options.stop_at_failure,
-            options.eager,
-            options.together,
-            sent,
+        messages.append(
+            Forward(
+                number,
+                function.number,
+                options.modes,
+                options.seed,
+                options.stop_at_failure,
+                options.eager,
+                options.together,
+                sent,
+            )
         )
-        messages.append(forward)
         return messages, payload, Chunk(operation, calls, [], None, options.timeout)
 
-    def backward(self, number: int, backlog: Backlog, note_consumed: Callable[[], None]) -> Written:
+    def backward(self, number: int, backlog: Backlog) -> Written:
         """Write a chunk of the backlog: backwards with the same modes and environment, or a request
-        for capture gradients.
-
-        `note_consumed` notes which graphs are consumed. A thread that consumes a graph and sends
-        another backward of it does so in this order.
-        """
+        for capture gradients."""
+        self._sums.trim()
         payload, messages = Payload(), list[Message]()
         sent: list[Backward] = []
         calls: list[BackwardCall] = []
@@ -102,7 +100,8 @@ class ChunkWriter:
             if isinstance(item, SumRequest):
                 collect = Collect(number, item.function, item.graph_task, item.levels)
                 return [collect], payload, Chunk(None, [], [], item, item.timeout)
-            note_consumed()
+            # A thread that consumes a graph and sends another backward of it does so in this order.
+            self._graphs.note_consumed()
             sent.append(item)
             asked = item.asked
             if asked.captures and not item.apart:
@@ -174,12 +173,11 @@ class ChunkWriter:
         return state.sent(shared, is_known)
 
     def _forward_call(self, number: int, call: PackedCall, payload: Payload) -> ForwardCall:
-        tensors = self._pack(call.packed, payload)
         return ForwardCall(
             number,
             call.item,
             call.structure,
-            tensors,
+            self._pack(call.packed, payload),
             call.dependency_results,
             call.origin,
             call.bundle,
@@ -283,7 +281,7 @@ class LentSlots:
         self._lent: dict[int, tuple[Slot | BorrowedMemory, int]] = {}
         # slabs that the worker knows, or will know with the next message
         self._slabs: set[int] = set()
-        self._new_slabs: list[Any] = []
+        self.new_slabs: deque[Any] = deque()
         self.gone_slabs: deque[int] = deque()
 
     def __len__(self) -> int:
@@ -297,7 +295,7 @@ class LentSlots:
             self._link.carry(holder)
         if holder.slab.number not in self._slabs:
             self._slabs.add(holder.slab.number)
-            self._new_slabs.append(holder.slab)
+            self.new_slabs.append(holder.slab)
 
     def take_back(self, address: int, times: int) -> None:
         holder, sent = self._lent.pop(address)
@@ -321,10 +319,6 @@ class LentSlots:
         if slab in self._slabs:
             self._slabs.discard(slab)
             self.gone_slabs.append(slab)
-
-    def take_new_slabs(self) -> list[Any]:
-        new, self._new_slabs = self._new_slabs, []
-        return new
 
     def end(self) -> None:
         """Drop all slots, because the worker is gone and reads none of them any more."""

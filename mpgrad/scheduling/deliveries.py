@@ -1,7 +1,7 @@
 """`Deliveries` sends workers chunks of the calls and backwards that wait, together with updates.
 This module runs in the caller only.
 
-    backlogs, then the queue ──► give ──► WorkerHandle.forward, backward ──► transmit ──► link
+    CallQueue.next_chunks ──► send ──► ChunkWriter ──► transmit ──► link
 Assumes: called by the scheduling thread.
 """
 
@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import itertools
 import logging
-import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from mpgrad.callbacks import report
-from mpgrad.machine.policy import CHUNKS_UNDER_WAY
-from mpgrad.machine.queue import CallQueue
-from mpgrad.machine.story import MOST_CALLS
+from mpgrad.machine.queue import NextChunk
+from mpgrad.machine.story import BACKWARD_SENT
 from mpgrad.memory import owner_of, slab_of
 from mpgrad.scheduling.caller_memory import CallerMemory
 from mpgrad.scheduling.tracer import Tracer
@@ -26,8 +24,6 @@ from mpgrad.wire.tensor_refs import Payload
 
 __all__ = ["Deliveries"]
 
-HAS_UPDATES = operator.attrgetter("has_updates")
-
 
 class Deliveries:
     """Sends the workers their messages. All of them go through `transmit`, which adds updates."""
@@ -35,79 +31,42 @@ class Deliveries:
     def __init__(
         self,
         workers: dict[int, WorkerHandle],
-        queue: CallQueue,
         memory: CallerMemory,
         tracer: Tracer,
     ) -> None:
         self.workers = workers
-        self._queue = queue
         self._memory = memory
         self.tracer = tracer
         self._chunk_numbers = itertools.count(1)
         # calls whose graphs were rebuilt
         self.recomputed = 0
 
-    def feed(self, now: float) -> list[WorkerHandle]:
-        """Give every worker a chunk before any gets its second. Return the retiring workers that
-        have nothing to do.
-
-        A second chunk has to wait for the first, perhaps for a long time, while another worker
-        starts or becomes idle. So a second chunk is given only if it is known to be short.
-        """
-        self._give_all(now)
-        if self._queue.take_back(self.workers.values(), now):
-            self._give_all(now)
-        return [
-            each
-            for each in self.workers.values()
-            if each.retiring and each.ready and not each.backlog
-        ]
-
-    def _give_all(self, now: float) -> None:
-        for depth in range(CHUNKS_UNDER_WAY):
-            for worker in self.workers.values():
-                if (
-                    (self._queue.operations or worker.backlog)
-                    and worker.ready
-                    and len(worker.under_way.chunks) <= depth
-                ):
-                    self.give(worker, now)
-
-    def give(self, worker: WorkerHandle, now: float) -> None:
-        """Send `worker` a chunk. Backwards go first, because callers wait for them."""
-        if worker.backlog:
+    def send(self, chunks: Iterable[NextChunk], now: float) -> None:
+        """Send workers their chunks. Each is sent before the next is decided."""
+        for worker, operation, calls in chunks:
             number = next(self._chunk_numbers)
-            messages, payload = worker.backward(number, now)
-            self.recomputed += sum(map(recomputed_by, messages))
-            self._transmit_chunk(worker, number, now, messages, payload)
-            return
-        # A running call in its grace period either ends soon, or its worker is killed.
-        if worker.retiring or worker.under_way.in_grace:
-            return
-        share = self._queue.next_for(worker, now)
-        if share is not None:
-            number = next(self._chunk_numbers)
-            self._transmit_chunk(worker, number, now, *worker.forward(number, *share, now))
-            self._queue.note_given(worker, now)
-            if len(share[0].options.story.calls) > 2 * MOST_CALLS:
-                share[0].options.story.shorten()
+            if operation is None:
+                messages, payload, chunk = worker.writer.backward(number, worker.backlog)
+                self.recomputed += sum(map(recomputed_by, messages))
+                for backward in chunk.backwards:
+                    backward.note((now, BACKWARD_SENT, worker.number))
+            else:
+                messages, payload, chunk = worker.writer.forward(number, operation, calls)
+                operation.options.story.shorten()
+            worker.add(number, chunk, now)
+            if self.tracer.trace is not None:
+                self.tracer.sent(worker, number)
+            self.transmit(worker, messages, now, payload)
 
-    def _transmit_chunk(
-        self,
-        worker: WorkerHandle,
-        number: int,
-        now: float,
-        messages: list[Message],
-        payload: Payload,
-    ) -> None:
-        if self.tracer.trace is not None:
-            self.tracer.sent(worker, number)
-        self.transmit(worker, messages, now, payload)
+    def record_all(self, is_on: bool, now: float) -> None:
+        """Have all workers report for a timeline what they do from now on, or end that."""
+        for worker in self.workers.values():
+            if worker.ready:
+                self.record(worker, is_on, now)
 
-    def record(self, worker: WorkerHandle, now: float) -> None:
-        """Have the worker report for a timeline what it does from now on."""
+    def record(self, worker: WorkerHandle, is_on: bool, now: float) -> None:
         self.tracer.know(worker)
-        self.transmit(worker, [Record(True)], now)
+        self.transmit(worker, [Record(is_on)], now)
 
     def transmit(
         self,
@@ -150,7 +109,7 @@ class Deliveries:
     def has_updates(self) -> bool:
         """Whether updates wait for the workers."""
         self.collect_returns()
-        return any(map(HAS_UPDATES, self.workers.values()))
+        return any(worker.has_updates for worker in self.workers.values())
 
     def send_updates(self, quiet_for: float, now: float) -> None:
         """Send waiting updates to workers that have been sent nothing for `quiet_for` seconds."""

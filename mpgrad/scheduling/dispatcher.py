@@ -310,12 +310,8 @@ class InlineScheduler(Scheduler):
     def wake(self) -> None:
         while self._work_on():
             # Functions that show progress run between calls, without the lock.
-            if self.callbacks.watched:
-                self._tick()
-
-    def _tick(self) -> None:
-        if current_graph_task() == -1:
-            self.callbacks.tick(everything=True)
+            if self.callbacks.watched and current_graph_task() == -1:
+                self.callbacks.tick(everything=True)
 
     def _work_on(self) -> bool:
         """Do a step. Return whether there may be more to do."""
@@ -359,7 +355,7 @@ class InlineScheduler(Scheduler):
         (worker,) = self.workers.values()
         # A task may use the pool again, so chunks under way have no limit.
         if worker.ready:
-            self.deliveries.give(worker, now)
+            self.deliveries.send(self._queue.next_chunk_for(worker, now), now)
 
     def nudge(self) -> None:
         """Do nothing: updates go with the next message."""

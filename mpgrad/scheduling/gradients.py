@@ -305,12 +305,12 @@ class GradientSender:
     def release(self, graph: RemoteGraph) -> None:
         worker = graph.worker
         assert isinstance(worker, WorkerHandle)
-        worker.releases.append(graph.call)
+        worker.graphs.released.append(graph.call)
         self._driver.nudge()
 
     def consume(self, graph: RemoteGraph) -> None:
         """Note that the graph's last backward was an eager one, and has arrived."""
         worker = graph.worker
         assert isinstance(worker, WorkerHandle)
-        worker.consumed.append(graph.call)
+        worker.graphs.consumed.append(graph.call)
         self._driver.nudge()

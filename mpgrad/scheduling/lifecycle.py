@@ -78,9 +78,7 @@ class Lifecycle:
         self._forks = FORKS.count
         # Several threads may append at the same time.
         self._reached = [Phase.OPEN]
-        # The scheduling thread looks at these two in every turn. The first is true from `LEAVING`
-        # on.
-        self.is_ending = False
+        # The scheduling thread looks at this several times in every turn.
         self.is_stopping = False
         # why the pool cannot go on
         self.broken: BaseException | None = None
@@ -97,8 +95,6 @@ class Lifecycle:
 
     def enter(self, phase: Phase) -> None:
         self._reached.append(phase)
-        if phase >= Phase.LEAVING:
-            self.is_ending = True
         if phase is Phase.STOPPING:
             self.is_stopping = True
 

@@ -233,7 +233,7 @@ class Receiver:
         trace = self._tracer.trace
         # If the workers do not know of the timeline yet, this one is notified with the others.
         if trace is not None and trace.is_known:
-            self._deliveries.record(worker, now)
+            self._deliveries.record(worker, True, now)
 
     def _take_back(self, worker: WorkerHandle, address: int, times: int) -> None:
         worker.lent_slots.take_back(address, times)
@@ -461,7 +461,7 @@ class Answers:
             self._borrow(found)
         if number is not None:
             worker.graphs.handle(number, KEEP)
-            worker.releases.append(number)
+            worker.graphs.released.append(number)
 
     def collected(
         self, worker: WorkerHandle, chunk: Chunk, message: CollectedSums, payload: memoryview

@@ -271,7 +271,6 @@ class Recovery:
             worker = successor(self._workers.values(), gone.device)
         if worker is None:
             return None
-        gone.note_consumed()
         worker.graphs.move_here(graph.call, before=gone.graphs)
         graph.worker = worker
         return worker

@@ -59,7 +59,6 @@ from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.stats import PoolStats, WorkerStats
 from mpgrad.timeline import Trace
 from mpgrad.torch_state.modes import ModeCheck
-from mpgrad.wire.messages import Record
 
 __all__ = ["Scheduler"]
 
@@ -101,7 +100,7 @@ class Scheduler(Driver):
             by_device,
             FAR if settings.remote else NEAR,
         )
-        self.deliveries = deliveries = Deliveries(self.workers, queue, self.memory, self.tracer)
+        self.deliveries = deliveries = Deliveries(self.workers, self.memory, self.tracer)
         self.gradients = gradients = GradientSender(
             self,
             self.life,
@@ -154,20 +153,20 @@ class Scheduler(Driver):
         """Wait for the end that `drain` or `terminate` has requested."""
 
     def feed(self, now: float) -> None:
-        for worker in self.deliveries.feed(now):
-            self.supervisor.retire(worker, now)
+        self.deliveries.send(self._queue.next_chunks(self.workers.values(), now), now)
+        self.supervisor.end_retiring(now)
 
     # --- any thread: operations
 
     def put(self, order: Order) -> None:
         self.inbox.append(order)
         self.has_unheard = True
-        self._settle_if_ended()
+        if self.life.has_ended:
+            self._settle()
 
     def post(self, order: Order) -> None:
-        self.inbox.append(order)
+        self.put(order)
         self.wake()
-        self._settle_if_ended()
 
     def admit(self, operation: Operation, waits: bool = False) -> None:
         """Run the calls in the operation's queue.
@@ -176,13 +175,11 @@ class Scheduler(Driver):
         the results.
         """
         self.story, self._names = operation.options.story, operation.names
-        self.inbox.append(lambda now: self.admissions.admit(operation, now))
+        self.put(lambda now: self.admissions.admit(operation, now))
         if waits:
             self.hand_over()
         else:
             self.wake()
-        if self.life.ended is not None:
-            self._settle()
 
     def forget_function(self, number: int, nbytes: int) -> None:
         """Have workers forget the function, whose captures have `nbytes`.
@@ -282,9 +279,7 @@ class Scheduler(Driver):
         self.tracer.begin(trace)
 
         def tell_all(now: float) -> None:
-            for worker in list(self.workers.values()):
-                if worker.ready:
-                    self.deliveries.record(worker, now)
+            self.deliveries.record_all(True, now)
             trace.is_known = True
 
         self.post(tell_all)
@@ -295,13 +290,7 @@ class Scheduler(Driver):
             return
         self.tracer.trace.end()
         self.tracer.trace = None
-
-        def tell_all(now: float) -> None:
-            for worker in list(self.workers.values()):
-                if worker.ready:
-                    self.deliveries.transmit(worker, [Record(False)], now)
-
-        self.post(tell_all)
+        self.post(lambda now: self.deliveries.record_all(False, now))
 
     # --- any thread: the pool's life
 
@@ -449,10 +438,6 @@ class Scheduler(Driver):
             self.life.enter(Phase.STOPPING)
             self.wake()
 
-    def _settle_if_ended(self) -> None:
-        if self.life.has_ended:
-            self._settle()
-
     # --- the scheduling thread
 
     def work(self) -> None:
@@ -464,7 +449,6 @@ class Scheduler(Driver):
         self.memory.tidy()
         if not self.life.is_stopping:
             self.feed(now)
-        if self.life.is_ending and not self.life.is_stopping:
             self._look_at_end(now)
 
     def _look_at_end(self, now: float) -> None:

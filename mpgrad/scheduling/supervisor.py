@@ -244,6 +244,12 @@ class WorkerSupervisor:
             # A start may have failed before, because this worker took the resources.
             self.fill(now)
 
+    def end_retiring(self, now: float) -> None:
+        """End the retiring workers that are not needed any more."""
+        for worker in list(self._workers.values()):
+            if worker.retiring and worker.ready:
+                self.retire(worker, now)
+
     def _send_off(self, worker: WorkerHandle, why: str, now: float) -> None:
         self._deliveries.transmit(worker, [Stop()], now)
         self._remove_at_once(worker, PoolClosedError(f"worker {worker.number} {why}"), now)

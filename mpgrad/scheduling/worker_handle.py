@@ -14,14 +14,10 @@ from collections.abc import Container
 
 from mpgrad.autograd.remote_graph import Backward
 from mpgrad.calls.backwards import error_maker
-from mpgrad.calls.operations import Operation
-from mpgrad.calls.packing import PackedCall
 from mpgrad.engines.kinds import WorkerLink
-from mpgrad.machine.deaths import Termination
-from mpgrad.machine.ledger import CANCEL, TAKE, GraphLedger, SumLedger
+from mpgrad.machine.ledger import CANCEL, GraphLedger, SumLedger
 from mpgrad.machine.queue import Backlog
-from mpgrad.machine.story import BACKWARD_SENT
-from mpgrad.machine.under_way import Chunk, SentChunks
+from mpgrad.machine.under_way import Chunk, SentChunks, Termination
 from mpgrad.scheduling.chunk_writer import ChunkWriter, LentSlots
 from mpgrad.system import OwnedDescriptor
 from mpgrad.tracebacks import shown_stack
@@ -87,16 +83,12 @@ class WorkerHandle:
 
         # when a message was last sent, on the clock of time.monotonic
         self.sent_at = 0.0
-        # The rest are updates, which are sent with the next message.
+        # The rest are updates, which are sent with the next message, as is what `graphs` has
+        # dropped.
         # addresses, and how often the caller had received each
         self.returns: deque[tuple[int, int]] = deque()
         # slabs of the worker that the caller could not receive
-        self.missing_slabs: list[int] = []
-        self.releases: deque[int] = deque()
-        # calls whose backward was an eager one, and has arrived
-        self.consumed: deque[int] = deque()
-        # calls of `consumed` that were noted in `graphs`
-        self._to_release: list[int] = []
+        self.missing_slabs: deque[int] = deque()
         # functions with the bytes of their captures
         self.forgotten_functions: deque[tuple[int, int]] = deque()
         self.forgotten_codes: deque[int] = deque()
@@ -155,7 +147,7 @@ class WorkerHandle:
         if (
             self.under_way
             or self.backlog
-            or self._has_releases
+            or self.graphs.has_dropped
             or self.graphs.needs_worker(self.is_last)
         ):
             return False
@@ -167,13 +159,12 @@ class WorkerHandle:
         thread may ask."""
         if self.under_way or self.backlog:
             return False
-        return bool(self.sums or set(self.graphs.states) - set(self.releases))
+        return bool(self.sums or self.graphs.needed)
 
     @property
     def has_others(self) -> bool:
         """Whether the worker has anything that was not cancelled with grace."""
-        graphs = self.graphs.states.keys() - set(self.releases)
-        return bool(graphs or self.backlog or self.sums) or any(
+        return bool(self.graphs.needed or self.backlog or self.sums) or any(
             any(chunk.wanted()) for chunk in self.under_way.chunks.values()
         )
 
@@ -196,32 +187,16 @@ class WorkerHandle:
 
     @property
     def has_updates(self) -> bool:
-        forgotten = self.forgotten_functions or self.forgotten_codes
-        return bool(self.returns or self.missing_slabs or self._has_releases or forgotten)
+        return bool(
+            self.returns
+            or self.missing_slabs
+            or self.graphs.has_dropped
+            or self.forgotten_functions
+            or self.forgotten_codes
+        )
 
-    @property
-    def _has_releases(self) -> bool:
-        return bool(self.releases or self.consumed or self._to_release)
-
-    def forward(
-        self, number: int, operation: Operation, calls: list[tuple[int, PackedCall]], now: float
-    ) -> tuple[list[Message], Payload]:
-        """Write a chunk of an operation, which is under way from now on."""
-        messages, payload, chunk = self.writer.forward(number, operation, calls)
-        self._add(number, chunk, now)
-        return messages, payload
-
-    def backward(self, number: int, now: float) -> tuple[list[Message], Payload]:
-        """Write a chunk of the backlog, which is under way from now on."""
-        self.sums.trim()
-        messages, payload, chunk = self.writer.backward(number, self.backlog, self.note_consumed)
-        sent = (now, BACKWARD_SENT, self.number)
-        for each in chunk.backwards:
-            each.note(sent)
-        self._add(number, chunk, now)
-        return messages, payload
-
-    def _add(self, number: int, chunk: Chunk, now: float) -> None:
+    def add(self, number: int, chunk: Chunk, now: float) -> None:
+        """Note that the chunk is under way from now on."""
         self.under_way.add(number, chunk, now)
         if chunk.timeout is not None:
             self.link.limit(number, chunk.timeout)
@@ -244,8 +219,8 @@ class WorkerHandle:
         # is stored there.
         if self.lent_slots.gone_slabs:
             self.link.send([DroppedSlabs(drained(self.lent_slots.gone_slabs))])
-        if new_slabs := self.lent_slots.take_new_slabs():
-            self.link.introduce(new_slabs)
+        if self.lent_slots.new_slabs:
+            self.link.introduce(drained(self.lent_slots.new_slabs))
         updates = self._take_updates()
         if updates and self.under_way.in_grace:
             # The worker may have been spared for work that is not needed any more.
@@ -259,16 +234,9 @@ class WorkerHandle:
         if self.returns:
             updates.append(ReturnedSlots(drained(self.returns)))
         if self.missing_slabs:
-            updates.append(MissingSlabs(self.missing_slabs))
-            self.missing_slabs = []
-        self.note_consumed()
-        if self._to_release:
-            updates.append(Release(self._to_release))
-            self._to_release = []
-        if self.releases:
-            released = drained(self.releases)
-            self.graphs.forget(released)
-            updates.append(Release(released))
+            updates.append(MissingSlabs(drained(self.missing_slabs)))
+        if self.graphs.has_dropped:
+            updates.append(Release(self.graphs.take_dropped()))
         if self.forgotten_functions or self.forgotten_codes or self.sums.forgotten:
             forgotten = drained(self.forgotten_functions)
             functions = [number for number, _ in forgotten]
@@ -277,15 +245,6 @@ class WorkerHandle:
             sums, self.sums.forgotten = self.sums.forgotten, []
             updates.append(Forget(functions, drained(self.forgotten_codes), nbytes, sums))
         return updates
-
-    def note_consumed(self) -> None:
-        """Note the graphs of eager backwards that other threads have reported. They can be
-        dropped."""
-        if self.consumed:
-            calls = drained(self.consumed)
-            for call in calls:
-                self.graphs.handle(call, TAKE)
-            self._to_release += calls
 
     # --- its end
 

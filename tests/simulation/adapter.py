@@ -406,7 +406,7 @@ def kept_of_worker(worker: Any) -> dict[str, int]:
         "graphs": len(worker.graphs) if worker.gone is None else 0,
         "sums": len(worker.sums) if worker.gone is None else 0,
         "functions": len(worker.writer.functions) if worker.gone is None else 0,
-        "releases": len(worker.releases) if worker.gone is None else 0,
+        "releases": len(worker.graphs.released) if worker.gone is None else 0,
     }
 
 

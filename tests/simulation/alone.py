@@ -34,7 +34,7 @@ if __name__ == "__main__":
     sys.modules["mpgrad"].__path__ = [str(Path(__file__).parents[2] / "mpgrad")]
 
 from mpgrad.machine.deaths import IDLE_DEATHS, Limits, death_of, failing, judged, successor
-from mpgrad.machine.policy import CHUNKS_UNDER_WAY, NEAR, SEEN
+from mpgrad.machine.policy import NEAR, SEEN
 from mpgrad.machine.queue import Backlog, CallQueue
 from mpgrad.machine.story import LOST, Story
 from mpgrad.machine.timing import FunctionTiming
@@ -459,9 +459,6 @@ class World:
                 self._cancel(each)
         self._feed()
         self._pause()
-        if self.queue.take_back(self.workers.values(), self.now):
-            self._feed()
-        self._pause()
         now = self.now
         self._carry_out(self.limits.steps(self.workers.values(), now), now)
         assert self.limits.next_look > now, "what is due is not done"
@@ -501,19 +498,16 @@ class World:
                     raise AssertionError(f"the step {step!r} is unknown")
 
     def _feed(self) -> None:
-        for depth in range(CHUNKS_UNDER_WAY):
-            for worker in self.workers.values():
-                under_way = worker.under_way
-                if len(under_way.chunks) > depth or under_way.in_grace:
-                    continue
-                if worker.backlog:
-                    backwards = list(worker.backlog.take_alike())
-                    self._send(worker, Chunk(None, [], backwards, None, None), list(backwards))
-                elif not worker.retiring and (share := self.queue.next_for(worker, self.now)):
-                    operation, calls = share
-                    chunk = Chunk(operation, calls, [], None, operation.options.timeout)
-                    self._send(worker, chunk, [call for _, call in calls])
-                    self.queue.note_given(worker, self.now)
+        for worker, operation, calls in self.queue.next_chunks(self.workers.values(), self.now):
+            self._pause()
+            may_run = not (worker.retiring or worker.under_way.in_grace)
+            assert may_run or operation is None, "a worker gets calls that it may not run"
+            if operation is None:
+                backwards = list(worker.backlog.take_alike())
+                self._send(worker, Chunk(None, [], backwards, None, None), list(backwards))
+            else:
+                chunk = Chunk(operation, calls, [], None, operation.options.timeout)
+                self._send(worker, chunk, [call for _, call in calls])
 
     def _send(self, worker: Worker, chunk: Chunk, parts: list[Any]) -> None:
         number = next(self._chunks)
