@@ -43,7 +43,7 @@ import torch
 from mpgrad.environment import TaskFilters
 from mpgrad.errors import contextmanager, traceback_of
 from mpgrad.pickling import classes
-from mpgrad.pickling.classes import dumps
+from mpgrad.pickling.classes import dumps, only_carried
 from mpgrad.pickling.exceptions import ExceptionPickler, carried
 from mpgrad.system import OwnedDescriptor
 from mpgrad.wire.agent_messages import CrashTraceback
@@ -216,18 +216,7 @@ def pickled_attributes(attributes: dict[str, Any]) -> bytes:
     try:
         return dumps(attributes, ExceptionPickler)
     except Exception:  # an object among them may raise anything
-        return dumps(
-            {name: each for name, each in attributes.items() if can_be_carried(each)},
-            ExceptionPickler,
-        )
-
-
-def can_be_carried(value: object) -> bool:
-    try:
-        dumps(value, ExceptionPickler)
-    except Exception:
-        return False
-    return True
+        return dumps(only_carried(attributes, ExceptionPickler), ExceptionPickler)
 
 
 # --- warnings

@@ -6,7 +6,6 @@ side.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import sys
 import types
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from mpgrad.pickling.classes import ClassPickler, dumps
+from mpgrad.pickling.classes import ClassPickler, only_carried
 from mpgrad.pickling.initialized import (
     CallersNames,
     copy_of_shared,
@@ -53,21 +52,14 @@ def dumps_initializer(initializer: Any, arguments: tuple[Any, ...]) -> bytes:
     try:
         pickler.dump(names)
     except Exception:
-        values = {path: only_carried(given) for path, given in names.values.items()}
+        # Functions cannot bring values that cannot be pickled, such as files.
+        values = {
+            path: only_carried(given, InitializerPickler) for path, given in names.values.items()
+        }
         pickler = InitializerPickler(buffer := io.BytesIO(), protocol=5)
         pickler.dump((initializer, arguments))
         pickler.dump(names._replace(values=values))
     return buffer.getvalue()
-
-
-def only_carried(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the values that can be pickled. Functions cannot bring others, such as files."""
-    found = {}
-    for name, value in given.items():
-        with contextlib.suppress(Exception):
-            dumps(value, InitializerPickler)
-            found[name] = value
-    return found
 
 
 def callers_names(pickler: InitializerPickler) -> CallersNames:

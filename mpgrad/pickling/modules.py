@@ -388,8 +388,7 @@ def values_near(function: types.FunctionType) -> Iterator[Any]:
     names = function.__globals__
     yield from [names[each] for each in uses_in(function.__code__).names if each in names]
     yield from [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    for cell in function.__closure__ or ():
-        yield from contents_of(cell)
+    yield from closure_of(function).values()
 
 
 def leads_to_names(value: Any, code: types.CodeType) -> bool:
@@ -718,11 +717,6 @@ class Namespaces:
             self.placement.__exit__(*error)
         PLACED.leave()
 
-    def find(self, module: str, path: str) -> Any:
-        """Find an object as `pickle` does, but in these modules first."""
-        found = self.modules.get(module) or imported(module)
-        return operator.attrgetter(path)(found)
-
     def put(self, module: str, names: Mapping[str, Any]) -> None:
         values, contents = dict(names), vars(self.module(module))
         set_initialized((module, ""), values.__setitem__, values.__delitem__)
@@ -743,11 +737,9 @@ PROCESS_WIDE = {"builtins", "__main__"}
 
 
 def find_in(names: Namespaces, module: str, path: str) -> Any:
-    """Find a name as `Namespaces.find` does.
-
-    This is a function because pickle can name functions but not methods.
-    """
-    return names.find(module, path)
+    """Find an object as `pickle` does, but in the modules of `names` first."""
+    found = names.modules.get(module) or imported(module)
+    return operator.attrgetter(path)(found)
 
 
 def make_function(

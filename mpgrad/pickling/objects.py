@@ -23,6 +23,7 @@ from typing import Any
 from mpgrad.environment import PLACE
 from mpgrad.pickling.modules import at_path, is_users_own
 from mpgrad.pickling.reducers import weakly
+from mpgrad.pickling.streams import set_attributes
 
 __all__ = ["by_own_code", "way_of"]
 
@@ -97,7 +98,14 @@ def by_dictionary(pickler: Any, value: Any) -> Any:
 def by_fields(pickler: Any, value: Any) -> Any:
     """Reduce a msgspec struct. msgspec leaves out attributes that are not fields."""
     fields = {name: getattr(value, name) for name in value.__struct_fields__}
-    return with_fields, (type(value), fields), attributes_in(value) or None, None, None, set_more
+    return (
+        with_fields,
+        (type(value), fields),
+        attributes_in(value) or None,
+        None,
+        None,
+        set_attributes,
+    )
 
 
 def with_fields(kind: Any, fields: dict[str, Any]) -> Any:
@@ -105,10 +113,6 @@ def with_fields(kind: Any, fields: dict[str, Any]) -> Any:
     for name, value in fields.items():  # `__post_init__` may have changed them again
         sys.modules["msgspec"].structs.force_setattr(made, name, value)
     return made
-
-
-def set_more(made: Any, attributes: dict[str, Any]) -> None:
-    vars(made).update(attributes)
 
 
 def attributes_in(value: object) -> dict[str, Any] | None:

@@ -50,7 +50,7 @@ from torch.utils.hooks import RemovableHandle
 from mpgrad.errors import read, write
 from mpgrad.pickling.classes import ClassPickler
 from mpgrad.pickling.compiled import reduce_compiled, with_compiled_call, without_marks
-from mpgrad.pickling.modules import attribute_here, contents_of, is_own, uses_in
+from mpgrad.pickling.modules import attribute_here, closure_of, is_own, uses_in
 from mpgrad.torch_state.generators import is_generator, learn
 from mpgrad.torch_state.private import (
     compiled_in_place,
@@ -149,10 +149,7 @@ def function_state(function: types.FunctionType) -> tuple[dict[str, Any], dict[s
     may need, which takes as long as a whole operation. It also misses names in class bodies.
     """
     code, given = function.__code__, globals_used(function)
-    values = (
-        *given.values(),
-        *(contents for cell in function.__closure__ or () for contents in contents_of(cell)),
-    )
+    values = *given.values(), *closure_of(function).values()
     rest = {
         "__name__": function.__name__,
         "__qualname__": function.__qualname__,
@@ -521,13 +518,11 @@ def fill_weak(made: Any, contents: list[Any]) -> None:
 
 
 def reduce_subclass(value: object) -> Any:
-    """Reduce an object of a script's subclass like its base, unless the subclass defines pickling.
+    """Reduce an object of a script's subclass of an `INHERITED` class like its base.
 
-    Return None for any other object.
+    Return None if the subclass defines pickling.
     """
     kinds = type(value).__mro__
-    if INHERITED.isdisjoint(kinds) or kinds[0] in ClassPickler.dispatch_table:
-        return None
     if not DESCRIPTORS.isdisjoint(kinds):
         return reduce_descriptor(value)
     base = next(

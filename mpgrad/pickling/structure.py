@@ -815,7 +815,7 @@ class TensorUnpickler(ClassUnpickler):
                     found_here, self._names, self._streams, self._dependency_results
                 )
         if self._names is not None and module in self._names.modules:
-            return self._names.find(module, name)
+            return find_in(self._names, module, name)
         found = super().find_class(module, name)
         if (module, name) != SETS_CLASS or self._names is None:
             return found
