@@ -652,6 +652,8 @@ class Namespaces:
         """Return a copy with the same modules for another operation, which adds its own classes."""
         view = copy.copy(self)
         view.script, view.ones = dict(self.script), dict(self.ones)
+        view.classes = None if self.classes is None else dict(self.classes)
+        view.registered = list(self.registered)
         view.class_states = *self.class_states, ClassStates()
         return view
 

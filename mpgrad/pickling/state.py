@@ -708,7 +708,7 @@ def loaded(
     """Return the modules of a state, and the unpickler that made them.
 
     Modules that are already loaded are reused if the state has no tensors, because tensors differ
-    each time.
+    each time, and no copies of classes whose registrations end with their operation.
     """
     number, pickled = state.number, state.pickled or b""
     is_kept = not tensors and placement is None
@@ -723,7 +723,7 @@ def loaded(
                 module, name, value = unpickler.load()
                 names.put(module, {name: value})
         found = names, unpickler
-    if is_kept:
+    if is_kept and not found[0].registered:
         LOADED.put(number, found)
     return found[0].for_operation(), found[1]
 
