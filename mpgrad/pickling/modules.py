@@ -50,7 +50,7 @@ from cloudpickle.cloudpickle import _function_setstate as function_setstate
 
 from mpgrad.environment import PLACE
 from mpgrad.errors import contextmanager
-from mpgrad.pickling.class_states import ClassStates, place_classes
+from mpgrad.pickling.class_states import ABSENT, ClassStates, place_classes
 from mpgrad.pickling.initialized import (
     INITIALIZED,
     CallersNames,
@@ -1009,7 +1009,6 @@ class ModuleOverlay:
                 self._added.append(name)
 
 
-ABSENT = object()
 OF_MODULES = {*vars(types.ModuleType("")), *ABOUT_ITSELF, "__builtins__", CARRIED, "_siblings"}
 PLACED = ModuleOverlay()
 

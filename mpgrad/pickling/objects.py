@@ -25,10 +25,10 @@ from mpgrad.pickling.modules import at_path, is_users_own
 from mpgrad.pickling.reducers import weakly
 from mpgrad.pickling.streams import set_attributes
 
-__all__ = ["by_own_code", "way_of"]
+__all__ = ["Way", "by_own_code", "way_of"]
 
 Reduced = tuple[Any, ...]
-Way = Callable[[Any, Any], Any]  # reduces an object for a pickler
+Way = Callable[[Any, Any], Any]  # a function that reduces an object for a pickler
 OWN_METHODS = "__getnewargs__", "__getnewargs_ex__", "__setstate__"
 IN_PYTHON = types.FunctionType
 IS_HEAP_TYPE = 1 << 9

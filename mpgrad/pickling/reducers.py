@@ -48,6 +48,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from mpgrad.errors import read, write
+from mpgrad.pickling.class_states import ABSENT
 from mpgrad.pickling.classes import ClassPickler
 from mpgrad.pickling.compiled import reduce_compiled, with_compiled_call, without_marks
 from mpgrad.pickling.modules import attribute_here, closure_of, is_own, uses_in
@@ -910,7 +911,6 @@ ClassPickler.dispatch_table = ChainMap({**OWN_MAP, **REDUCERS}, *OTHER_MAPS)
 
 MOST_LOOKED_AT = 10_000  # objects of one cache; searching them takes a millisecond
 NO_TENSORS = {type(None), bool, int, float, complex, str, bytes, types.CodeType}
-ABSENT = object()
 
 
 class CacheEntry(NamedTuple):

@@ -35,6 +35,7 @@ import torch
 from cloudpickle.cloudpickle import _get_or_create_tracker_id as tracker_id_of
 
 from mpgrad.collector import collector_held
+from mpgrad.pickling.class_states import ABSENT
 from mpgrad.pickling.classes import dynamic, made_like_own, reduce_c_type
 from mpgrad.pickling.compiled import MARK, GlobalsSnapshot
 from mpgrad.pickling.modules import (
@@ -61,7 +62,6 @@ from mpgrad.pickling.streams import (
     plain,
 )
 from mpgrad.pickling.structure import (
-    ABSENT,
     CallerPickler,
     Memo,
     ProbePickler,

@@ -34,12 +34,12 @@ from typing import Any, NamedTuple
 import torch
 from cloudpickle.cloudpickle import _should_pickle_by_reference as by_reference
 
+from mpgrad.pickling.class_states import ABSENT
 from mpgrad.pickling.modules import WantedName, contents_of, is_own, looks_up, name_of, uses_in
 from mpgrad.pickling.reducers import HOOKS, INHERITED, annotations_of, globals_used
 from mpgrad.pickling.registrations import accessors_named
 from mpgrad.pickling.streams import Root
 from mpgrad.pickling.structure import (
-    ABSENT,
     CallerPickler,
     is_constant,
     is_known,
