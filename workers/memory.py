@@ -211,14 +211,11 @@ class WorkerMemory:
 
     def _lend_slot(self, slot: Slot) -> None:
         self._lent[slot.address] = slot
-        if not self._link.shares_memory:
-            self._link.carry(slot)
+        self._link.carry(slot)
 
     def take_back(self, message: ReturnedSlots) -> None:
         for address, _ in message.slots:  # a result is lent only once
-            slot = self._lent.pop(address)
-            if not self._link.shares_memory:
-                self._link.drop(slot, 1)
+            self._link.drop(self._lent.pop(address), 1)
 
     # --- slabs
 

@@ -56,6 +56,7 @@ from mpgrad.pickling.modules import (
     name_of,
     own_import,
     pickle_finds,
+    place_among,
 )
 from mpgrad.pickling.registrations import register, registered_for
 
@@ -163,11 +164,8 @@ def other_place(value: type) -> tuple[str, str] | None:
     home = value.__module__
     if home not in sys.modules or home == "__main__" or is_own(home):
         return None
-    for module in list(sys.modules) if home == "builtins" else [home]:
-        for name, each in list(vars(sys.modules[module]).items()):
-            if each is value and not (module == "__main__" or is_own(module)):
-                return module, name
-    return None
+    modules = list(sys.modules) if home == "builtins" else [home]
+    return place_among(value, [each for each in modules if each != "__main__" and not is_own(each)])
 
 
 def dynamic(value: type) -> Any:

@@ -70,7 +70,9 @@ def callers_names(pickler: InitializerPickler) -> CallersNames:
     imports = sorted(own.keys() & texts.union(*map(WORDS.findall, texts)))
     namespaces = [vars(sys.modules["__main__"])]
     # a script's functions may have a namespace of their own
-    namespaces += [each.__globals__ for each in objects.values() if type(each) is FUNCTION]
+    namespaces += [
+        each.__globals__ for each in objects.values() if type(each) is types.FunctionType
+    ]
     scripts = {id(each): each for each in namespaces if each.get("__name__") == "__main__"}
     others = [("__main__", each) for each in scripts.values()]
     homes = {
@@ -85,6 +87,3 @@ def callers_names(pickler: InitializerPickler) -> CallersNames:
         for path, given in names_leading_to(of_modules, others).items()
     }
     return CallersNames(names_leading_to(objects, [*own.items(), *others]), aliases, imports)
-
-
-FUNCTION = types.FunctionType

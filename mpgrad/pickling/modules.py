@@ -98,6 +98,7 @@ __all__ = [
     "own_imports",
     "own_value",
     "pickle_finds",
+    "place_among",
     "reduce_carried",
     "run_initializer",
     "set_function",
@@ -197,6 +198,15 @@ def at_path(found: Any, path: str) -> Any:
     for part in path.split("."):
         found = getattr(found, part, None)
     return found
+
+
+def place_among(value: object, modules: Iterable[str]) -> tuple[str, str] | None:
+    """Return the first of these modules that contains the object, and the object's name there."""
+    for module in modules:
+        for name, held in list(getattr(sys.modules.get(module), "__dict__", {}).items()):
+            if held is value:
+                return module, name
+    return None
 
 
 class WantedName(NamedTuple):

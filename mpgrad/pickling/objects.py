@@ -69,7 +69,7 @@ def by_own_code(pickler: Any, value: Any) -> Any:
     reduced = value.__reduce_ex__(5)
     if isinstance(reduced, str):
         return reduce_one_of_a_kind(pickler, value, reduced)
-    return reduce_by_parts(value) if any(map(member_of(value), reduced[1])) else reduced
+    return by_parts(pickler, value) if any(map(member_of(value), reduced[1])) else reduced
 
 
 def member_of(value: object) -> Callable[[Any], bool]:
@@ -85,14 +85,9 @@ def member_of(value: object) -> Callable[[Any], bool]:
     return has
 
 
-def by_parts(pickler: Any, value: Any) -> Any:
-    """Reduce an object whose code pickle would run while the object is unfinished."""
-    return reduce_by_parts(value)
-
-
 def by_dictionary(pickler: Any, value: Any) -> Any:
     """Reduce a dictionary as pickle does, unless it is its own `__dict__`."""
-    return reduce_by_parts(value) if value.__dict__ is value else value.__reduce_ex__(5)
+    return by_parts(pickler, value) if value.__dict__ is value else value.__reduce_ex__(5)
 
 
 def by_fields(pickler: Any, value: Any) -> Any:
@@ -141,9 +136,10 @@ def slots_with_values(value: object) -> dict[str, Any]:
     return found
 
 
-def reduce_by_parts(value: Any) -> Reduced:
+def by_parts(pickler: Any, value: Any) -> Reduced:
     """Reduce an object to its items, attributes and slots.
 
+    Otherwise pickle would run code of its class while the object is unfinished.
     The empty object already has the immutable attributes, because in a cycle it may be hashed
     before it gets the others. If the object is its own `__dict__`, so is the rebuilt one. If the
     class's own code would add the items, they are sent as a list.
@@ -211,7 +207,7 @@ def reduce_one_of_a_kind(pickler: Any, value: Any, name: str) -> Any:
     module = getattr(value, "__module__", None) or type(value).__module__
     if not is_users_own(module) and at_path(sys.modules[module], name) is value:
         return name
-    _, (kind, early), *_ = reduce_by_parts(value)
+    _, (kind, early), *_ = by_parts(pickler, value)
     parts = attributes_in(value), slots_with_values(value), contents_in(value)
     here = getattr(pickler, "_here", None)  # the names that a worker loads it with
     return one_of_a_kind, (here, number_of(value), kind, early), parts, None, None, fill

@@ -51,7 +51,7 @@ from mpgrad.errors import read, write
 from mpgrad.pickling.class_states import ABSENT
 from mpgrad.pickling.classes import ClassPickler
 from mpgrad.pickling.compiled import reduce_compiled, with_compiled_call, without_marks
-from mpgrad.pickling.modules import attribute_here, closure_of, is_own, uses_in
+from mpgrad.pickling.modules import attribute_here, closure_of, is_own, place_among, uses_in
 from mpgrad.torch_state.generators import is_generator, learn
 from mpgrad.torch_state.private import (
     compiled_in_place,
@@ -113,10 +113,8 @@ def by_name(value: Any) -> Any:
         return value
     if isinstance(value, torch.Tensor | Module):  # it may get gradients
         return value
-    for name, held in list(vars(sys.modules[home]).items()):
-        if held is value:
-            return LibraryReference(home, name)
-    return value
+    place = place_among(value, [home])
+    return value if place is None else LibraryReference(*place)
 
 
 class LibraryReference:
@@ -429,12 +427,12 @@ def reduce_attribute(value: object) -> Reduced | None:
 
 def name_in_a_module(value: object) -> tuple[str, str] | None:
     """Return the module and the name from which the object can be imported."""
-    for module in list(sys.modules.values()):
-        if isinstance(module, types.ModuleType) and module.__name__ != "__main__":
-            for attribute, held in list(vars(module).items()):
-                if held is value:
-                    return module.__name__, attribute
-    return None
+    modules = [
+        name  # not another name of the module
+        for name, module in list(sys.modules.items())
+        if isinstance(module, types.ModuleType) and module.__name__ == name != "__main__"
+    ]
+    return place_among(value, modules)
 
 
 def weakly(value: Any) -> Callable[[], Any]:

@@ -393,9 +393,7 @@ class SnapshotCache:
         with self._lock:
             state = self._known.get(key)
             make = functools.partial(self._pickled, key)
-            pickler = make() if state is None else state.renewed(make)
-            if state is None or pickler is not state.pickler:
-                state = ModuleSnapshot(pickler)
+            state = ModuleSnapshot(make()) if state is None else state.renewed(make)
             self._known.put(key, state)
             return state
 
@@ -527,10 +525,8 @@ class RecentFunctions:
         with self._lock:
             met, known = self._known.get(key, (None, None))
         came_before = met is not None and met() is called
-        pickler = known.renewed(make) if known is not None and came_before else make()
-        if known is None or pickler is not known.pickler:
-            known = KnownFunction(pickler)
-        is_kept = came_before and not pickler.finds_names
+        known = known.renewed(make) if known is not None and came_before else KnownFunction(make())
+        is_kept = came_before and not known.pickler.finds_names
         with self._lock:
             self._known.put(key, (reference, known if is_kept else None))
         return known

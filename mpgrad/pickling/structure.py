@@ -170,19 +170,9 @@ def dumps_result(value: object) -> tuple[bytes, list[torch.Tensor]]:
     return pickled, tensors
 
 
-def loads(
-    pickled: bytes,
-    tensors: Sequence[torch.Tensor],
-    dependency_results: Sequence[Any] = (),
-    names: Namespaces | None = None,
-    streams: Streams | None = None,
-) -> Any:
-    """Rebuild the value, with `tensors` in place of those that `dumps` took out.
-
-    The results of dependencies replace the deferred values. `names` are the user's modules that the
-    value refers to. `streams` receives the streams of the generators that the value captures.
-    """
-    return TensorUnpickler(io.BytesIO(pickled), tensors, dependency_results, names, streams).load()
+def loads(pickled: bytes, tensors: Sequence[torch.Tensor]) -> Any:
+    """Rebuild the value, with `tensors` in place of those that `dumps` took out."""
+    return TensorUnpickler(io.BytesIO(pickled), tensors, (), None).load()
 
 
 def loads_result(shape: Structure, tensors: Sequence[torch.Tensor]) -> Any:
