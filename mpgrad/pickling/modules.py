@@ -263,13 +263,8 @@ def uses_of(function: types.FunctionType, given: Mapping[str, Any]) -> Iterator[
         if isinstance(value, types.ModuleType) and is_own(value.__name__):
             found[value.__name__] = found.get(value.__name__, False) or name in uses.loose
     for name, level, renamed in uses.imports:
-        full = (
-            importlib.util.resolve_name(
-                "." * level + name, function.__globals__.get("__package__") or ""
-            )
-            if level
-            else name
-        )
+        package = function.__globals__.get("__package__") or ""
+        full = importlib.util.resolve_name("." * level + name, package)
         for each in itertools.accumulate(full.split("."), "{}.{}".format):
             if is_own(each):
                 found[each] = (
@@ -703,13 +698,8 @@ class Namespaces:
         """Find the module that a function's `import` names."""
         if self.main is not None and name in ("__main__", "sys"):
             return main_of(self.main) if name == "__main__" else SysModule(self.main)
-        full = (
-            importlib.util.resolve_name(
-                "." * level + name, (globals or {}).get("__package__") or ""
-            )
-            if level
-            else name
-        )
+        package = (globals or {}).get("__package__") or ""
+        full = importlib.util.resolve_name("." * level + name, package)
         found = full if fromlist else full.partition(".")[0]
         if full in self.modules and found in self.modules and full not in PROCESS_WIDE:
             return self.modules[found]

@@ -80,7 +80,7 @@ from mpgrad.pickling.unchanged import (
     kept_pickle,
 )
 from mpgrad.torch_state.generators import Kind
-from mpgrad.torch_state.private import outside_transforms
+from mpgrad.torch_state.private import NOTHING, outside_transforms
 from mpgrad.wire.messages import ModulesState
 
 __all__ = [
@@ -679,8 +679,8 @@ def loads_with_state(
     if placement is not None:
         seen = Namespaces(placement)
 
-    def load() -> tuple[Any, Namespaces, Streams]:
-        modules, objects = seen, list[Any]()
+    modules, objects = seen, list[Any]()
+    with collector_held(), NOTHING if placement is None else placement.loading():
         if state is not None:
             modules, loader = loaded(state, captures[own:], seen.placement, found)
             memo = loader.memo.copy() if state.shared else {}
@@ -688,11 +688,7 @@ def loads_with_state(
         unpickler = TensorUnpickler(
             io.BytesIO(pickled), captures[:own], dependency_results, modules, found, objects
         )
-        target = unpickler.load()
-        return target, modules, found
-
-    with collector_held():
-        return load() if placement is None else placement.load(load)
+        return unpickler.load(), modules, found
 
 
 def loaded(
