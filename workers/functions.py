@@ -74,7 +74,7 @@ from mpgrad.torch_state.private import (
 )
 from mpgrad.wire.messages import Define, Failure, Forget, ModulesState
 from mpgrad.wire.tensor_refs import PARAMETER, REQUIRES_GRAD, with_more_behind
-from mpgrad.workers.captured import CapturedContainers
+from mpgrad.workers.captured import OURS, CapturedContainers
 from mpgrad.workers.console import failure
 from mpgrad.workers.graphs import ENTRY_NODE, CaptureSearch, Edge
 from mpgrad.workers.memory import WorkerDevice, WorkerMemory
@@ -527,12 +527,7 @@ def leaves_in(values: Iterable[Any], seen: set[int]) -> tuple[dict[int, torch.Te
 
 
 # classes of this package that contain functions of the user, and their modules
-CARRY = (
-    "mpgrad.tasks.",
-    "mpgrad.torch_state.modes.",
-    "mpgrad.joblib.",
-    "mpgrad.pickling.modules.CarriedModule",
-)
+CARRY = *OURS, "mpgrad.pickling.modules.CarriedModule"
 
 
 def is_ours(kind: type) -> bool:

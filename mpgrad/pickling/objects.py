@@ -25,7 +25,7 @@ from mpgrad.pickling.modules import at_path, is_users_own
 from mpgrad.pickling.reducers import weakly
 from mpgrad.pickling.streams import set_attributes
 
-__all__ = ["Way", "by_own_code", "way_of"]
+__all__ = ["IMMUTABLE", "Way", "by_own_code", "way_of"]
 
 Reduced = tuple[Any, ...]
 Way = Callable[[Any, Any], Any]  # a function that reduces an object for a pickler
