@@ -142,12 +142,8 @@ def in_use() -> tuple[Any, ...]:
     return variables, *of_process, extensions, *of_numbers, log_levels_in_use()
 
 
-def filters_in_use() -> Any:
-    return warnings.filters
-
-
 # Since Python 3.14 a context can have its own filters.
-FILTERS_IN_USE = getattr(warnings, "_get_filters", filters_in_use)
+FILTERS_IN_USE = getattr(warnings, "_get_filters", lambda: warnings.filters)
 
 
 def zone_in_use() -> tuple[Any, ...]:

@@ -26,18 +26,18 @@ import torch
 
 from mpgrad.pickling.initialized import INITIALIZED
 from mpgrad.pickling.modules import CarriedModule, closure_of, is_users_own, uses_in
+from mpgrad.pickling.objects import IMMUTABLE
 from mpgrad.pickling.unchanged import are_same_objects
 from mpgrad.workers.console import TaskWarnings
 
-__all__ = ["CapturedContainers"]
+__all__ = ["OURS", "CapturedContainers"]
 
 MOST_WATCHED = 1000  # parts of containers; more would cost more than 10 µs a chunk
 CONTAINERS = {
     *(list, dict, set, collections.deque, collections.OrderedDict, collections.defaultdict),
     *(collections.Counter,),
 }
-SCALARS = {type(None), bool, int, float, complex, str, bytes}
-PLAIN = SCALARS | {torch.Tensor, torch.nn.Parameter}
+PLAIN = IMMUTABLE | {torch.Tensor, torch.nn.Parameter}
 PLAIN |= {types.ModuleType, types.BuiltinFunctionType, types.CodeType, type}
 FOR_ITSELF = re.compile(r"(^|\.)_|cache|memo", re.IGNORECASE)
 # classes of this package that contain functions of the user
@@ -184,5 +184,5 @@ def is_lost(place: Place, before: Any) -> bool:
 def differ(one: Any, other: Any) -> bool:
     """Whether two values differ. Equal numbers and strings may be new objects, because objects that
     are one of a kind get their attributes again with each item."""
-    is_plain = type(one) is type(other) and type(one) in SCALARS
+    is_plain = type(one) is type(other) and type(one) in IMMUTABLE
     return one is not other and not (is_plain and one == other)

@@ -43,8 +43,9 @@ import torch
 from mpgrad.environment import TaskFilters
 from mpgrad.errors import contextmanager, traceback_of
 from mpgrad.pickling import classes
-from mpgrad.pickling.classes import dumps
+from mpgrad.pickling.classes import dumps, only_carried
 from mpgrad.pickling.exceptions import ExceptionPickler, carried
+from mpgrad.pickling.objects import IMMUTABLE
 from mpgrad.system import OwnedDescriptor
 from mpgrad.wire.agent_messages import CrashTraceback
 from mpgrad.wire.frames import Link, drained
@@ -193,15 +194,12 @@ def take_levels(given: LogLevels, handler: logging.Handler) -> None:
     logging.disable(given.disabled)
 
 
-PLAIN = {type(None), bool, int, float, complex, str, bytes}
-
-
 def dumps_record(record: logging.LogRecord) -> bytes:
     """Pickle a record without the attributes that cannot be pickled. If its arguments are not
     plain, format the text here."""
     attributes = dict(vars(record))
     values = record.args.values() if isinstance(record.args, Mapping) else record.args or ()
-    if type(record.msg) is not str or any(type(each) not in PLAIN for each in values):
+    if type(record.msg) is not str or any(type(each) not in IMMUTABLE for each in values):
         attributes.update(msg=record.getMessage(), args=None)
     exception = None
     if record.exc_info and isinstance(record.exc_info[1], BaseException):
@@ -216,18 +214,7 @@ def pickled_attributes(attributes: dict[str, Any]) -> bytes:
     try:
         return dumps(attributes, ExceptionPickler)
     except Exception:  # an object among them may raise anything
-        return dumps(
-            {name: each for name, each in attributes.items() if can_be_carried(each)},
-            ExceptionPickler,
-        )
-
-
-def can_be_carried(value: object) -> bool:
-    try:
-        dumps(value, ExceptionPickler)
-    except Exception:
-        return False
-    return True
+        return dumps(only_carried(attributes, ExceptionPickler), ExceptionPickler)
 
 
 # --- warnings

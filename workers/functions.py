@@ -74,7 +74,7 @@ from mpgrad.torch_state.private import (
 )
 from mpgrad.wire.messages import Define, Failure, Forget, ModulesState
 from mpgrad.wire.tensor_refs import PARAMETER, REQUIRES_GRAD, with_more_behind
-from mpgrad.workers.captured import CapturedContainers
+from mpgrad.workers.captured import OURS, CapturedContainers
 from mpgrad.workers.console import failure
 from mpgrad.workers.graphs import ENTRY_NODE, CaptureSearch, Edge
 from mpgrad.workers.memory import WorkerDevice, WorkerMemory
@@ -101,6 +101,14 @@ class LoadedFunction(NamedTuple):
     script: Mapping[str, Any]  # the script of `modules` when the function was loaded
     fingerprint: FunctionFingerprint  # the fingerprint when the function was loaded
 
+    def begins_again(self) -> bool:
+        """Whether the function is unchanged. Then its names are those that it was loaded with."""
+        now = FunctionFingerprint.of(self.target)
+        if now is None or not now.is_like(self.fingerprint):
+            return False
+        self.modules.begin_again(self.script)
+        return True
+
 
 class FunctionPickle:
     """A pickled function, which operations share. Their captures differ."""
@@ -112,7 +120,7 @@ class FunctionPickle:
         self.operations = 0  # how many operations have had it
         self.is_cut_short = False  # whether eager backwards of only some items of a call were lost
         self._kept: LoadedFunction | None = None  # a function that no operation uses now
-        self._under_way: list[LoadedFunction] = []
+        self._under_way: dict[int, LoadedFunction] = {}  # by id of the function
 
     def load(
         self, captures: Sequence[torch.Tensor], state: ModulesState | None
@@ -122,44 +130,33 @@ class FunctionPickle:
         if captures or state is not None:
             return loads_with_state(self.pickled, captures, state)
         kept, self._kept = self._kept, None
-        if (
-            kept is not None
-            and (now := FunctionFingerprint.of(kept.target)) is not None
-            and now.is_like(kept.fingerprint)
-        ):
-            kept.modules.begin_again(kept.script)
-            self._under_way.append(kept)
+        if kept is not None and kept.begins_again():
+            self._under_way[id(kept.target)] = kept
             return kept.target, kept.modules, Streams()
         target, modules, streams = loads_with_state(self.pickled, captures)
         brings_more = modules.modules or modules.main or modules.placement
         fingerprint = None if brings_more else FunctionFingerprint.of(target)
         if fingerprint is not None and fingerprint.settle():
-            self._under_way.append(
-                LoadedFunction(target, modules, dict(modules.script), fingerprint)
+            self._under_way[id(target)] = LoadedFunction(
+                target, modules, dict(modules.script), fingerprint
             )
         return target, modules, streams
 
     def begins_again(self, target: Any) -> bool:
         """Whether the function is unchanged since it was loaded, so that another operation may use
         it."""
-        for each in self._under_way:
-            if each.target is target:
-                now = FunctionFingerprint.of(target)
-                if now is None or not now.is_like(each.fingerprint):
-                    return False
-                self.operations += 1
-                each.modules.begin_again(each.script)
-                return True
-        return False
+        known = self._under_way.get(id(target))
+        if known is None or not known.begins_again():
+            return False
+        self.operations += 1
+        return True
 
     def take_back(self, target: Any) -> None:
         """Keep the function for the next operation, because its operation has ended."""
-        for each in self._under_way:
-            if each.target is target:
-                self._under_way.remove(each)
-                each.modules.begin_again(each.script)
-                self._kept = each
-                return
+        known = self._under_way.pop(id(target), None)
+        if known is not None:
+            known.modules.begin_again(known.script)
+            self._kept = known
 
 
 class Function(NamedTuple):
@@ -530,12 +527,7 @@ def leaves_in(values: Iterable[Any], seen: set[int]) -> tuple[dict[int, torch.Te
 
 
 # classes of this package that contain functions of the user, and their modules
-CARRY = (
-    "mpgrad.tasks.",
-    "mpgrad.torch_state.modes.",
-    "mpgrad.joblib.",
-    "mpgrad.pickling.modules.CarriedModule",
-)
+CARRY = *OURS, "mpgrad.pickling.modules.CarriedModule"
 
 
 def is_ours(kind: type) -> bool:

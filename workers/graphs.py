@@ -50,7 +50,6 @@ from torch.utils.checkpoint import CheckpointFunction
 from mpgrad.torch_state.private import (
     DELAYED_ERRORS,
     ERROR_NODE,
-    LEAF_NODE,
     NODE_IN_PYTHON,
     CallCounter,
     Level,
@@ -59,6 +58,7 @@ from mpgrad.torch_state.private import (
     gradients,
     graph_behind,
     is_alive,
+    leaf_nodes,
     node_type,
     outputs_leading_to,
     over,
@@ -178,16 +178,10 @@ def leaves_behind(
     if reentrant or not wanted:
         return set(wanted)
     found = {id(output) for output in outputs if id(output) in wanted}
-    nodes: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
-    seen = set(nodes)
-    while nodes and len(found) < len(wanted):
-        for node, _ in nodes.pop().next_functions:
-            if type(node) is LEAF_NODE:
-                if id(node.variable) in wanted:
-                    found.add(id(node.variable))
-            elif node is not None and node not in seen:
-                seen.add(node)
-                nodes.append(node)
+    leaves = leaf_nodes(outputs)
+    while len(found) < len(wanted) and (node := next(leaves, None)) is not None:
+        if id(node.variable) in wanted:
+            found.add(id(node.variable))
     return found
 
 

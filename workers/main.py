@@ -123,11 +123,11 @@ class Worker:
         self.before_answer: Callable[[], None] = lambda: None
         self._memory = memory = WorkerMemory(number, link, worker_device)
         self._progress = ProgressWriter(memory.arena)
-        self._warnings = TaskWarnings(filters)
+        self.task_warnings = TaskWarnings(filters)
         self._functions = functions = FunctionTable(memory, worker_device)
         self.early = EarlyAnswers(self._send_early)
         self._runner = runner = Runner(
-            functions, graphs, memory, self._progress, self._warnings, worker_device, self.early
+            functions, graphs, memory, self._progress, self.task_warnings, worker_device, self.early
         )
         self._records = False  # whether the caller records a timeline
         self._requests: dict[type[Any], Callable[[Any, memoryview], tuple[Message, Payload]]] = {
@@ -149,11 +149,6 @@ class Worker:
             SlotTrial: lambda message: self._send(memory.try_out(message)),
             Record: self._record,
         }
-
-    def take_warnings(self) -> None:
-        """Send the warnings of tasks to the parent, whose filters apply to them as in a serial
-        loop."""
-        self._warnings.watch()
 
     def announce(self, pid: int) -> None:
         if not self._link.shares_memory:  # the agent reads the record for the caller
@@ -266,7 +261,8 @@ def serve(end: socket.socket, number: int, in_process: bool = False) -> bool:
             ending.begin()
         worker = begin(number, link, start, setting, in_process)
         if outlet is not None and worker is not None:
-            worker.take_warnings()
+            # the parent's filters apply to the warnings of tasks, as in a serial loop
+            worker.task_warnings.watch()
             worker.before_answer = outlet.flush
             outlet.turn = worker.early.turn
             os.register_at_fork(before=worker.early.stop)

@@ -211,14 +211,11 @@ class WorkerMemory:
 
     def _lend_slot(self, slot: Slot) -> None:
         self._lent[slot.address] = slot
-        if not self._link.shares_memory:
-            self._link.carry(slot)
+        self._link.carry(slot)
 
     def take_back(self, message: ReturnedSlots) -> None:
         for address, _ in message.slots:  # a result is lent only once
-            slot = self._lent.pop(address)
-            if not self._link.shares_memory:
-                self._link.drop(slot, 1)
+            self._link.drop(self._lent.pop(address), 1)
 
     # --- slabs
 
@@ -230,7 +227,8 @@ class WorkerMemory:
 
     def attach(self, message: NewSlab) -> None:
         if message.handle is not None:
-            self._worker_device.attach(message, self._foreign_slabs)
+            open_slab = functools.partial(self._worker_device.open, message)
+            self._foreign_slabs.attach_elsewhere(message.number, open_slab)
         else:
             self._foreign_slabs.attach(message.number, self._link.take_descriptor(), message.nbytes)
 
@@ -443,11 +441,7 @@ class WorkerDevice:
         """Return the slabs on the device that the caller does not know yet."""
         return [] if self._channel is None else drained(self._channel.arena.made)
 
-    def attach(self, message: NewSlab, foreign_slabs: ForeignSlabs) -> None:
-        """Add a slab of the caller on a device."""
-        foreign_slabs.attach_elsewhere(message.number, functools.partial(self._open, message))
-
-    def _open(self, message: NewSlab) -> DeviceSlab:
+    def open(self, message: NewSlab) -> DeviceSlab:
         """Map a slab of the caller. The first slab on a device also opens the caller's events
         there."""
         assert message.handle is not None

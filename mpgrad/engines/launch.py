@@ -220,9 +220,6 @@ class ForkServerProcess:
                 return False
         return True
 
-    def forget(self, name: int) -> None:
-        self._exits.pop(name, None)
-
     def kill(self, name: int, by: int) -> None:
         # an error means that the fork server has ended, with its workers
         with self._sending, contextlib.suppress(OSError):
@@ -260,7 +257,7 @@ class ForkServerProcess:
         since = time.monotonic()
         while self.exited(name) is None:
             if time.monotonic() > until:
-                self.forget(name)
+                self._exits.pop(name, None)
                 return False
             time.sleep(exit_gap(since))
         return True

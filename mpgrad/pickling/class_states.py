@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 __all__ = [
+    "ABSENT",
     "BASES",
     "MADE_BY_PYTHON",
     "ClassStates",
@@ -29,7 +30,7 @@ __all__ = [
     "set_members",
 ]
 
-ABSENT = object()
+ABSENT = object()  # in place of a value that does not exist
 
 
 class ClassStates(dict[type, dict[str, Any]]):

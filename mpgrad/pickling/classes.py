@@ -30,7 +30,7 @@ import threading
 import types
 import typing
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -56,6 +56,7 @@ from mpgrad.pickling.modules import (
     name_of,
     own_import,
     pickle_finds,
+    place_among,
 )
 from mpgrad.pickling.registrations import register, registered_for
 
@@ -70,6 +71,7 @@ __all__ = [
     "loads",
     "loads_initializer",
     "made_like_own",
+    "only_carried",
     "reduce_c_type",
 ]
 
@@ -86,6 +88,16 @@ def dumps(value: object, pickler: type[ClassPickler] | None = None) -> bytes:
     buffer = io.BytesIO()
     (pickler or ClassPickler)(buffer, protocol=5).dump(value)
     return buffer.getvalue()
+
+
+def only_carried(given: Mapping[str, Any], pickler: type[ClassPickler]) -> dict[str, Any]:
+    """Return the values that can be pickled."""
+    found = {}
+    for name, value in given.items():
+        with contextlib.suppress(Exception):  # an object among them may raise anything
+            dumps(value, pickler)
+            found[name] = value
+    return found
 
 
 def loads(pickled: bytes) -> Any:
@@ -152,11 +164,8 @@ def other_place(value: type) -> tuple[str, str] | None:
     home = value.__module__
     if home not in sys.modules or home == "__main__" or is_own(home):
         return None
-    for module in list(sys.modules) if home == "builtins" else [home]:
-        for name, each in list(vars(sys.modules[module]).items()):
-            if each is value and not (module == "__main__" or is_own(module)):
-                return module, name
-    return None
+    modules = list(sys.modules) if home == "builtins" else [home]
+    return place_among(value, [each for each in modules if each != "__main__" and not is_own(each)])
 
 
 def dynamic(value: type) -> Any:
@@ -224,7 +233,7 @@ def make_class(
             made = bare_class(kind, name, bases, {**members, "__slots__": slots})
         if made is not None and set(slots) - set(slots_in(made) or ()):
             # A library's metaclass makes the slots from parts of the class body that are gone.
-            made = made_by_python(kind, name, bases, {**members, "__slots__": slots})
+            made = bare_class(kind, name, bases, {**members, "__slots__": slots}, is_not_pythons)
     tracked: type = track(tracker_id, made or bare_class(kind, name, bases, members))
     return tracked
 
@@ -300,20 +309,24 @@ def is_of_struct(owner: type, name: str, member: object) -> bool:
 
 
 def bare_class(
-    kind: type[type], name: str, bases: tuple[Any, ...], members: dict[str, Any]
+    kind: type[type],
+    name: str,
+    bases: tuple[Any, ...],
+    members: dict[str, Any],
+    is_passed_over: Callable[[str], bool] = is_users_own,
 ) -> type:
     """Make a class without running the user's code that ran when the class was defined.
 
     This code is `__init_subclass__` of the bases, and methods of the metaclass. Its effects arrive
-    with the state of the class, and with the objects that it wrote to.
+    with the state of the class, and with the objects that it wrote to. Metaclasses of the modules
+    that are passed over do not make the class.
     """
     resolved = types.resolve_bases(bases)
-    own = is_users_own(kind.__module__)
     with quiet(resolved):
-        if not own:
+        if not is_passed_over(kind.__module__):
             return types.new_class(name, bases, {"metaclass": kind}, lambda to: to.update(members))
         make: Any = next(
-            each.__new__ for each in type.mro(kind) if not is_users_own(each.__module__)
+            each.__new__ for each in type.mro(kind) if not is_passed_over(each.__module__)
         )
         if resolved is not bases:
             members = {**members, "__orig_bases__": bases}
@@ -321,17 +334,8 @@ def bare_class(
         return made
 
 
-def made_by_python(
-    kind: type[type], name: str, bases: tuple[Any, ...], members: dict[str, Any]
-) -> type:
-    """Make a class without running the code of a library's metaclass."""
-    resolved = types.resolve_bases(bases)
-    make: Any = next(
-        each.__new__ for each in type.mro(kind) if each.__module__ in sys.stdlib_module_names
-    )
-    with quiet(resolved):
-        made: type = make(kind, name, resolved, members)
-    return made
+def is_not_pythons(module: str) -> bool:
+    return module not in sys.stdlib_module_names
 
 
 @contextlib.contextmanager
@@ -433,7 +437,7 @@ def set_class(made: type, state: Any) -> None:
 
 def leave_ours(made: type, state: Any) -> None:
     """Set the state of a class that was made here. Leave a class that already existed unchanged."""
-    if made not in OURS:
+    if made not in OURS or made in COPIES:
         set_class(made, state)
 
 
@@ -458,7 +462,7 @@ class ClassUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == SETS_CLASS:
-            return self.set_class if self._copies is None else set_copy
+            return self.set_class
         found = super().find_class(module, name)
         return (
             functools.partial(copied, found, self._copies)
@@ -482,11 +486,6 @@ class InitializerUnpickler(ClassUnpickler):
         made: types.FunctionType = make_function(*parts)
         self.functions.append(made)
         return made
-
-
-def set_copy(made: type, state: Any) -> None:
-    """Set the state as `leave_ours` does. A copy always gets it."""
-    (set_class if made in COPIES else leave_ours)(made, state)
 
 
 def copied(make: Callable[..., type], copies: dict[str, type], *arguments: Any) -> type:

@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from mpgrad.errors import contextmanager
 from mpgrad.pickling import classes
 from mpgrad.pickling.modules import uses_in
 from mpgrad.torch_state.private import (
@@ -111,11 +112,12 @@ class GlobalsSnapshot:
             for name in values:
                 namespace.pop(name, None)
 
-    def load(self, unpickle: Callable[[], Any]) -> Any:
-        """Run `unpickle`, which makes functions by `make_function` and `set_state`."""
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Load functions in the body, by `make_function` and `set_state`."""
         self._take_over()
         try:
-            return unpickle()
+            yield
         finally:
             self._met.clear()
             if ROOMS.running is not None:

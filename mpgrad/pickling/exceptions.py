@@ -35,7 +35,7 @@ from mpgrad.errors import (
     write,
 )
 from mpgrad.pickling import classes
-from mpgrad.pickling.modules import uses_in
+from mpgrad.pickling.modules import closure_of, uses_in
 from mpgrad.pickling.reducers import (
     REGISTER,
     attributes_of_cache,
@@ -303,11 +303,8 @@ def parts(value: object) -> Iterator[NamedPart]:
 
 def parts_of_function(function: types.FunctionType) -> Iterator[NamedPart]:
     """Yield all parts of a function's pickle, by name."""
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            yield NamedPart(f"closure: {name}", cell.cell_contents)
-        except ValueError:  # the cell is not filled yet
-            continue
+    for name, each in closure_of(function).items():
+        yield NamedPart(f"closure: {name}", each)
     for name in sorted(uses_in(function.__code__).names & function.__globals__.keys()):
         yield NamedPart(f"global: {name}", function.__globals__[name])
     for number, each in enumerate(function.__defaults__ or ()):

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mpgrad.pickling.class_states import MADE_BY_PYTHON
+from mpgrad.pickling.class_states import ABSENT, MADE_BY_PYTHON
 from mpgrad.torch_state.private import without_subclasses
 
 __all__ = [
@@ -52,7 +52,6 @@ Path = tuple[str, str]  # a module and a name in it, which is empty for the modu
 # the values that the initializer set, by the path of their module, function or class
 INITIALIZED: dict[Path, dict[str, Any]] = {}
 
-ABSENT = object()
 # Objects of these types have no contents, or their contents are a `Place` of their own.
 NOT_SEARCHED = {type(None), bool, int, float, complex, str, bytes, type, types.ModuleType}
 NOT_SEARCHED |= {types.FunctionType, types.BuiltinFunctionType, types.CodeType, types.FrameType}

@@ -6,7 +6,6 @@ side.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import sys
 import types
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from mpgrad.pickling.classes import ClassPickler, dumps
+from mpgrad.pickling.classes import ClassPickler, only_carried
 from mpgrad.pickling.initialized import (
     CallersNames,
     copy_of_shared,
@@ -53,21 +52,14 @@ def dumps_initializer(initializer: Any, arguments: tuple[Any, ...]) -> bytes:
     try:
         pickler.dump(names)
     except Exception:
-        values = {path: only_carried(given) for path, given in names.values.items()}
+        # Functions cannot bring values that cannot be pickled, such as files.
+        values = {
+            path: only_carried(given, InitializerPickler) for path, given in names.values.items()
+        }
         pickler = InitializerPickler(buffer := io.BytesIO(), protocol=5)
         pickler.dump((initializer, arguments))
         pickler.dump(names._replace(values=values))
     return buffer.getvalue()
-
-
-def only_carried(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the values that can be pickled. Functions cannot bring others, such as files."""
-    found = {}
-    for name, value in given.items():
-        with contextlib.suppress(Exception):
-            dumps(value, InitializerPickler)
-            found[name] = value
-    return found
 
 
 def callers_names(pickler: InitializerPickler) -> CallersNames:
@@ -78,7 +70,9 @@ def callers_names(pickler: InitializerPickler) -> CallersNames:
     imports = sorted(own.keys() & texts.union(*map(WORDS.findall, texts)))
     namespaces = [vars(sys.modules["__main__"])]
     # a script's functions may have a namespace of their own
-    namespaces += [each.__globals__ for each in objects.values() if type(each) is FUNCTION]
+    namespaces += [
+        each.__globals__ for each in objects.values() if type(each) is types.FunctionType
+    ]
     scripts = {id(each): each for each in namespaces if each.get("__name__") == "__main__"}
     others = [("__main__", each) for each in scripts.values()]
     homes = {
@@ -93,6 +87,3 @@ def callers_names(pickler: InitializerPickler) -> CallersNames:
         for path, given in names_leading_to(of_modules, others).items()
     }
     return CallersNames(names_leading_to(objects, [*own.items(), *others]), aliases, imports)
-
-
-FUNCTION = types.FunctionType

@@ -50,7 +50,7 @@ from cloudpickle.cloudpickle import _function_setstate as function_setstate
 
 from mpgrad.environment import PLACE
 from mpgrad.errors import contextmanager
-from mpgrad.pickling.class_states import ClassStates, place_classes
+from mpgrad.pickling.class_states import ABSENT, ClassStates, place_classes
 from mpgrad.pickling.initialized import (
     INITIALIZED,
     CallersNames,
@@ -98,6 +98,7 @@ __all__ = [
     "own_imports",
     "own_value",
     "pickle_finds",
+    "place_among",
     "reduce_carried",
     "run_initializer",
     "set_function",
@@ -199,6 +200,15 @@ def at_path(found: Any, path: str) -> Any:
     return found
 
 
+def place_among(value: object, modules: Iterable[str]) -> tuple[str, str] | None:
+    """Return the first of these modules that contains the object, and the object's name there."""
+    for module in modules:
+        for name, held in list(getattr(sys.modules.get(module), "__dict__", {}).items()):
+            if held is value:
+                return module, name
+    return None
+
+
 class WantedName(NamedTuple):
     """A name in a user's module."""
 
@@ -253,13 +263,8 @@ def uses_of(function: types.FunctionType, given: Mapping[str, Any]) -> Iterator[
         if isinstance(value, types.ModuleType) and is_own(value.__name__):
             found[value.__name__] = found.get(value.__name__, False) or name in uses.loose
     for name, level, renamed in uses.imports:
-        full = (
-            importlib.util.resolve_name(
-                "." * level + name, function.__globals__.get("__package__") or ""
-            )
-            if level
-            else name
-        )
+        package = function.__globals__.get("__package__") or ""
+        full = importlib.util.resolve_name("." * level + name, package)
         for each in itertools.accumulate(full.split("."), "{}.{}".format):
             if is_own(each):
                 found[each] = (
@@ -388,8 +393,7 @@ def values_near(function: types.FunctionType) -> Iterator[Any]:
     names = function.__globals__
     yield from [names[each] for each in uses_in(function.__code__).names if each in names]
     yield from [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    for cell in function.__closure__ or ():
-        yield from contents_of(cell)
+    yield from closure_of(function).values()
 
 
 def leads_to_names(value: Any, code: types.CodeType) -> bool:
@@ -653,6 +657,8 @@ class Namespaces:
         """Return a copy with the same modules for another operation, which adds its own classes."""
         view = copy.copy(self)
         view.script, view.ones = dict(self.script), dict(self.ones)
+        view.classes = None if self.classes is None else dict(self.classes)
+        view.registered = list(self.registered)
         view.class_states = *self.class_states, ClassStates()
         return view
 
@@ -692,13 +698,8 @@ class Namespaces:
         """Find the module that a function's `import` names."""
         if self.main is not None and name in ("__main__", "sys"):
             return main_of(self.main) if name == "__main__" else SysModule(self.main)
-        full = (
-            importlib.util.resolve_name(
-                "." * level + name, (globals or {}).get("__package__") or ""
-            )
-            if level
-            else name
-        )
+        package = (globals or {}).get("__package__") or ""
+        full = importlib.util.resolve_name("." * level + name, package)
         found = full if fromlist else full.partition(".")[0]
         if full in self.modules and found in self.modules and full not in PROCESS_WIDE:
             return self.modules[found]
@@ -717,11 +718,6 @@ class Namespaces:
         if self.placement is not None:
             self.placement.__exit__(*error)
         PLACED.leave()
-
-    def find(self, module: str, path: str) -> Any:
-        """Find an object as `pickle` does, but in these modules first."""
-        found = self.modules.get(module) or imported(module)
-        return operator.attrgetter(path)(found)
 
     def put(self, module: str, names: Mapping[str, Any]) -> None:
         values, contents = dict(names), vars(self.module(module))
@@ -743,11 +739,9 @@ PROCESS_WIDE = {"builtins", "__main__"}
 
 
 def find_in(names: Namespaces, module: str, path: str) -> Any:
-    """Find a name as `Namespaces.find` does.
-
-    This is a function because pickle can name functions but not methods.
-    """
-    return names.find(module, path)
+    """Find an object as `pickle` does, but in the modules of `names` first."""
+    found = names.modules.get(module) or imported(module)
+    return operator.attrgetter(path)(found)
 
 
 def make_function(
@@ -1015,7 +1009,6 @@ class ModuleOverlay:
                 self._added.append(name)
 
 
-ABSENT = object()
 OF_MODULES = {*vars(types.ModuleType("")), *ABOUT_ITSELF, "__builtins__", CARRIED, "_siblings"}
 PLACED = ModuleOverlay()
 

@@ -23,11 +23,12 @@ from typing import Any
 from mpgrad.environment import PLACE
 from mpgrad.pickling.modules import at_path, is_users_own
 from mpgrad.pickling.reducers import weakly
+from mpgrad.pickling.streams import set_attributes
 
-__all__ = ["by_own_code", "way_of"]
+__all__ = ["IMMUTABLE", "Way", "by_own_code", "way_of"]
 
 Reduced = tuple[Any, ...]
-Way = Callable[[Any, Any], Any]  # reduces an object for a pickler
+Way = Callable[[Any, Any], Any]  # a function that reduces an object for a pickler
 OWN_METHODS = "__getnewargs__", "__getnewargs_ex__", "__setstate__"
 IN_PYTHON = types.FunctionType
 IS_HEAP_TYPE = 1 << 9
@@ -68,7 +69,7 @@ def by_own_code(pickler: Any, value: Any) -> Any:
     reduced = value.__reduce_ex__(5)
     if isinstance(reduced, str):
         return reduce_one_of_a_kind(pickler, value, reduced)
-    return reduce_by_parts(value) if any(map(member_of(value), reduced[1])) else reduced
+    return by_parts(pickler, value) if any(map(member_of(value), reduced[1])) else reduced
 
 
 def member_of(value: object) -> Callable[[Any], bool]:
@@ -84,20 +85,22 @@ def member_of(value: object) -> Callable[[Any], bool]:
     return has
 
 
-def by_parts(pickler: Any, value: Any) -> Any:
-    """Reduce an object whose code pickle would run while the object is unfinished."""
-    return reduce_by_parts(value)
-
-
 def by_dictionary(pickler: Any, value: Any) -> Any:
     """Reduce a dictionary as pickle does, unless it is its own `__dict__`."""
-    return reduce_by_parts(value) if value.__dict__ is value else value.__reduce_ex__(5)
+    return by_parts(pickler, value) if value.__dict__ is value else value.__reduce_ex__(5)
 
 
 def by_fields(pickler: Any, value: Any) -> Any:
     """Reduce a msgspec struct. msgspec leaves out attributes that are not fields."""
     fields = {name: getattr(value, name) for name in value.__struct_fields__}
-    return with_fields, (type(value), fields), attributes_in(value) or None, None, None, set_more
+    return (
+        with_fields,
+        (type(value), fields),
+        attributes_in(value) or None,
+        None,
+        None,
+        set_attributes,
+    )
 
 
 def with_fields(kind: Any, fields: dict[str, Any]) -> Any:
@@ -105,10 +108,6 @@ def with_fields(kind: Any, fields: dict[str, Any]) -> Any:
     for name, value in fields.items():  # `__post_init__` may have changed them again
         sys.modules["msgspec"].structs.force_setattr(made, name, value)
     return made
-
-
-def set_more(made: Any, attributes: dict[str, Any]) -> None:
-    vars(made).update(attributes)
 
 
 def attributes_in(value: object) -> dict[str, Any] | None:
@@ -137,9 +136,10 @@ def slots_with_values(value: object) -> dict[str, Any]:
     return found
 
 
-def reduce_by_parts(value: Any) -> Reduced:
+def by_parts(pickler: Any, value: Any) -> Reduced:
     """Reduce an object to its items, attributes and slots.
 
+    Otherwise pickle would run code of its class while the object is unfinished.
     The empty object already has the immutable attributes, because in a cycle it may be hashed
     before it gets the others. If the object is its own `__dict__`, so is the rebuilt one. If the
     class's own code would add the items, they are sent as a list.
@@ -207,7 +207,7 @@ def reduce_one_of_a_kind(pickler: Any, value: Any, name: str) -> Any:
     module = getattr(value, "__module__", None) or type(value).__module__
     if not is_users_own(module) and at_path(sys.modules[module], name) is value:
         return name
-    _, (kind, early), *_ = reduce_by_parts(value)
+    _, (kind, early), *_ = by_parts(pickler, value)
     parts = attributes_in(value), slots_with_values(value), contents_in(value)
     here = getattr(pickler, "_here", None)  # the names that a worker loads it with
     return one_of_a_kind, (here, number_of(value), kind, early), parts, None, None, fill

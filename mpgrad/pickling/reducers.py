@@ -48,9 +48,10 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from mpgrad.errors import read, write
+from mpgrad.pickling.class_states import ABSENT
 from mpgrad.pickling.classes import ClassPickler
 from mpgrad.pickling.compiled import reduce_compiled, with_compiled_call, without_marks
-from mpgrad.pickling.modules import attribute_here, contents_of, is_own, uses_in
+from mpgrad.pickling.modules import attribute_here, closure_of, is_own, place_among, uses_in
 from mpgrad.torch_state.generators import is_generator, learn
 from mpgrad.torch_state.private import (
     compiled_in_place,
@@ -112,10 +113,8 @@ def by_name(value: Any) -> Any:
         return value
     if isinstance(value, torch.Tensor | Module):  # it may get gradients
         return value
-    for name, held in list(vars(sys.modules[home]).items()):
-        if held is value:
-            return LibraryReference(home, name)
-    return value
+    place = place_among(value, [home])
+    return value if place is None else LibraryReference(*place)
 
 
 class LibraryReference:
@@ -149,10 +148,7 @@ def function_state(function: types.FunctionType) -> tuple[dict[str, Any], dict[s
     may need, which takes as long as a whole operation. It also misses names in class bodies.
     """
     code, given = function.__code__, globals_used(function)
-    values = (
-        *given.values(),
-        *(contents for cell in function.__closure__ or () for contents in contents_of(cell)),
-    )
+    values = *given.values(), *closure_of(function).values()
     rest = {
         "__name__": function.__name__,
         "__qualname__": function.__qualname__,
@@ -431,12 +427,12 @@ def reduce_attribute(value: object) -> Reduced | None:
 
 def name_in_a_module(value: object) -> tuple[str, str] | None:
     """Return the module and the name from which the object can be imported."""
-    for module in list(sys.modules.values()):
-        if isinstance(module, types.ModuleType) and module.__name__ != "__main__":
-            for attribute, held in list(vars(module).items()):
-                if held is value:
-                    return module.__name__, attribute
-    return None
+    modules = [
+        name  # not another name of the module
+        for name, module in list(sys.modules.items())
+        if isinstance(module, types.ModuleType) and module.__name__ == name != "__main__"
+    ]
+    return place_among(value, modules)
 
 
 def weakly(value: Any) -> Callable[[], Any]:
@@ -521,13 +517,11 @@ def fill_weak(made: Any, contents: list[Any]) -> None:
 
 
 def reduce_subclass(value: object) -> Any:
-    """Reduce an object of a script's subclass like its base, unless the subclass defines pickling.
+    """Reduce an object of a script's subclass of an `INHERITED` class like its base.
 
-    Return None for any other object.
+    Return None if the subclass defines pickling.
     """
     kinds = type(value).__mro__
-    if INHERITED.isdisjoint(kinds) or kinds[0] in ClassPickler.dispatch_table:
-        return None
     if not DESCRIPTORS.isdisjoint(kinds):
         return reduce_descriptor(value)
     base = next(
@@ -915,7 +909,6 @@ ClassPickler.dispatch_table = ChainMap({**OWN_MAP, **REDUCERS}, *OTHER_MAPS)
 
 MOST_LOOKED_AT = 10_000  # objects of one cache; searching them takes a millisecond
 NO_TENSORS = {type(None), bool, int, float, complex, str, bytes, types.CodeType}
-ABSENT = object()
 
 
 class CacheEntry(NamedTuple):

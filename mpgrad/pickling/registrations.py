@@ -95,8 +95,6 @@ LIBRARIES = LibraryTables()
 
 def abstract_bases(kind: type) -> list[type]:
     """Return the abstract classes of libraries that the class is registered with."""
-    if weakref.getweakrefcount(kind) < 2:  # each of these classes would have a weak reference
-        return []
     now = abc.get_cache_token(), len(sys.modules)  # each registration or import changes one
     then, bases = REGISTERED.get(kind, (None, []))
     if then != now:

@@ -35,6 +35,7 @@ import torch
 from cloudpickle.cloudpickle import _get_or_create_tracker_id as tracker_id_of
 
 from mpgrad.collector import collector_held
+from mpgrad.pickling.class_states import ABSENT
 from mpgrad.pickling.classes import dynamic, made_like_own, reduce_c_type
 from mpgrad.pickling.compiled import MARK, GlobalsSnapshot
 from mpgrad.pickling.modules import (
@@ -61,7 +62,6 @@ from mpgrad.pickling.streams import (
     plain,
 )
 from mpgrad.pickling.structure import (
-    ABSENT,
     CallerPickler,
     Memo,
     ProbePickler,
@@ -80,7 +80,7 @@ from mpgrad.pickling.unchanged import (
     kept_pickle,
 )
 from mpgrad.torch_state.generators import Kind
-from mpgrad.torch_state.private import outside_transforms
+from mpgrad.torch_state.private import NOTHING, outside_transforms
 from mpgrad.wire.messages import ModulesState
 
 __all__ = [
@@ -393,9 +393,7 @@ class SnapshotCache:
         with self._lock:
             state = self._known.get(key)
             make = functools.partial(self._pickled, key)
-            pickler = make() if state is None else state.renewed(make)
-            if state is None or pickler is not state.pickler:
-                state = ModuleSnapshot(pickler)
+            state = ModuleSnapshot(make()) if state is None else state.renewed(make)
             self._known.put(key, state)
             return state
 
@@ -527,10 +525,8 @@ class RecentFunctions:
         with self._lock:
             met, known = self._known.get(key, (None, None))
         came_before = met is not None and met() is called
-        pickler = known.renewed(make) if known is not None and came_before else make()
-        if known is None or pickler is not known.pickler:
-            known = KnownFunction(pickler)
-        is_kept = came_before and not pickler.finds_names
+        known = known.renewed(make) if known is not None and came_before else KnownFunction(make())
+        is_kept = came_before and not known.pickler.finds_names
         with self._lock:
             self._known.put(key, (reference, known if is_kept else None))
         return known
@@ -683,8 +679,8 @@ def loads_with_state(
     if placement is not None:
         seen = Namespaces(placement)
 
-    def load() -> tuple[Any, Namespaces, Streams]:
-        modules, objects = seen, list[Any]()
+    modules, objects = seen, list[Any]()
+    with collector_held(), NOTHING if placement is None else placement.loading():
         if state is not None:
             modules, loader = loaded(state, captures[own:], seen.placement, found)
             memo = loader.memo.copy() if state.shared else {}
@@ -692,11 +688,7 @@ def loads_with_state(
         unpickler = TensorUnpickler(
             io.BytesIO(pickled), captures[:own], dependency_results, modules, found, objects
         )
-        target = unpickler.load()
-        return target, modules, found
-
-    with collector_held():
-        return load() if placement is None else placement.load(load)
+        return unpickler.load(), modules, found
 
 
 def loaded(
@@ -708,7 +700,7 @@ def loaded(
     """Return the modules of a state, and the unpickler that made them.
 
     Modules that are already loaded are reused if the state has no tensors, because tensors differ
-    each time.
+    each time, and no copies of classes whose registrations end with their operation.
     """
     number, pickled = state.number, state.pickled or b""
     is_kept = not tensors and placement is None
@@ -723,7 +715,7 @@ def loaded(
                 module, name, value = unpickler.load()
                 names.put(module, {name: value})
         found = names, unpickler
-    if is_kept:
+    if is_kept and not found[0].registered:
         LOADED.put(number, found)
     return found[0].for_operation(), found[1]
 

@@ -42,7 +42,7 @@ from cloudpickle.cloudpickle import _make_function as make_dynamic
 from cloudpickle.cloudpickle import _should_pickle_by_reference as by_reference
 from torch.nn import Module
 
-from mpgrad.pickling.class_states import MADE_BY_PYTHON
+from mpgrad.pickling.class_states import ABSENT, MADE_BY_PYTHON
 from mpgrad.pickling.classes import CALLERS_OWN, COPIES, SETS_CLASS, ClassPickler, ClassUnpickler
 from mpgrad.pickling.compiled import reduce_compiled
 from mpgrad.pickling.modules import (
@@ -74,7 +74,7 @@ from mpgrad.pickling.modules import (
     uses_in,
     uses_of,
 )
-from mpgrad.pickling.objects import by_own_code, way_of
+from mpgrad.pickling.objects import Way, by_own_code, way_of
 from mpgrad.pickling.reducers import (
     INHERITED,
     PROXIES,
@@ -170,19 +170,9 @@ def dumps_result(value: object) -> tuple[bytes, list[torch.Tensor]]:
     return pickled, tensors
 
 
-def loads(
-    pickled: bytes,
-    tensors: Sequence[torch.Tensor],
-    dependency_results: Sequence[Any] = (),
-    names: Namespaces | None = None,
-    streams: Streams | None = None,
-) -> Any:
-    """Rebuild the value, with `tensors` in place of those that `dumps` took out.
-
-    The results of dependencies replace the deferred values. `names` are the user's modules that the
-    value refers to. `streams` receives the streams of the generators that the value captures.
-    """
-    return TensorUnpickler(io.BytesIO(pickled), tensors, dependency_results, names, streams).load()
+def loads(pickled: bytes, tensors: Sequence[torch.Tensor]) -> Any:
+    """Rebuild the value, with `tensors` in place of those that `dumps` took out."""
+    return TensorUnpickler(io.BytesIO(pickled), tensors, (), None).load()
 
 
 def loads_result(shape: Structure, tensors: Sequence[torch.Tensor]) -> Any:
@@ -313,7 +303,6 @@ class TensorPickler(ClassPickler):
 
 # a function that returns the parts of an object, and the object
 Look = tuple[Callable[[Any], Sequence[Any]], Any]
-ABSENT = object()
 
 
 def values_of(names: tuple[dict[str, Any], Sequence[str]]) -> Sequence[Any]:
@@ -383,7 +372,6 @@ def loaded_with(what: str, *given: Any) -> Any:
 
 
 NOT_HERE = RuntimeError("this pickle must be loaded with its tensors")
-Way = Callable[[Any, Any], Any]  # reduces an object for a pickler
 Memo = dict[int, tuple[int, Any]]  # pickle's memo: a number and the object, by the object's id
 # references and immutable objects; their parts have their own identity
 WITHOUT_IDENTITY = {
@@ -815,7 +803,7 @@ class TensorUnpickler(ClassUnpickler):
                     found_here, self._names, self._streams, self._dependency_results
                 )
         if self._names is not None and module in self._names.modules:
-            return self._names.find(module, name)
+            return find_in(self._names, module, name)
         found = super().find_class(module, name)
         if (module, name) != SETS_CLASS or self._names is None:
             return found

@@ -29,17 +29,17 @@ import sys
 import types
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from cloudpickle.cloudpickle import _should_pickle_by_reference as by_reference
 
+from mpgrad.pickling.class_states import ABSENT
 from mpgrad.pickling.modules import WantedName, contents_of, is_own, looks_up, name_of, uses_in
 from mpgrad.pickling.reducers import HOOKS, INHERITED, annotations_of, globals_used
 from mpgrad.pickling.registrations import accessors_named
 from mpgrad.pickling.streams import Root
 from mpgrad.pickling.structure import (
-    ABSENT,
     CallerPickler,
     is_constant,
     is_known,
@@ -233,6 +233,9 @@ def are_alike(one: WholePickle, other: WholePickle) -> bool:
     )
 
 
+K = TypeVar("K", bound="KnownPickle")
+
+
 class KnownPickle:
     """A pickle that is reused as long as its objects do not change."""
 
@@ -244,24 +247,25 @@ class KnownPickle:
         # because other threads may be here.
         self._kept: tuple[ContentRecord, bool] | None = None
 
-    def renewed(self, make: Callable[[], CallerPickler]) -> CallerPickler:
-        """Return the pickler if its pickle is up to date, and otherwise a new one from `make`.
+    def renewed(self: K, make: Callable[[], CallerPickler]) -> K:
+        """Return this pickle if it is up to date, and otherwise a new one, whose pickler `make`
+        returns.
 
         Objects that change often are not worth a record. Another thread may write while an object
         is being pickled. So a record must be made between two equal pickles.
         """
         record, is_sure = self._kept or (None, False)
         if is_sure and record is not None and record.holds():
-            return self.pickler
+            return self
         pickler = make()
         if not are_alike(whole_of(pickler), self._whole):
-            return pickler
+            return type(self)(pickler)
         self._came_alike += 1
         if record is not None and record.holds():
             self._kept = record, True
         elif self._came_alike > 1:
             self._kept = ContentRecord(pickler), False
-        return self.pickler
+        return self
 
 
 def whole_of(pickler: CallerPickler) -> WholePickle:

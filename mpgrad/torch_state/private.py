@@ -102,6 +102,7 @@ __all__ = [
     "is_optimized",
     "is_refusing_no_grad",
     "keystr",
+    "leaf_nodes",
     "leaf_will_run",
     "leave_all_modes",
     "level_count",
@@ -353,15 +354,13 @@ with torch.inference_mode(False):
     ERROR_NODE: Any = type(DELAYED_ERRORS.DelayedError(b"", 1)(SOME_LEAF).grad_fn)
 
 
-def held_leaves(
-    outputs: Sequence[torch.Tensor], known: Collection[int], entries: Collection[Any] = ()
-) -> list[Any]:
-    """Return the nodes of leaves that Python code holds and that are not `known`.
+def leaf_nodes(outputs: Sequence[torch.Tensor], entries: Collection[Any] = ()) -> Iterator[Any]:
+    """Yield the nodes of the leaves behind `outputs`, each once.
 
-    `known` are ids of leaves. `entries` are types of nodes where the graph of the arguments begins.
+    `entries` are types of nodes where the graph of the arguments begins.
     """
     seen: set[Any] = {output.grad_fn for output in outputs} - {None}
-    nodes, leaves = [node for node in seen if type(node) not in entries], list[Any]()
+    nodes = [node for node in seen if type(node) not in entries]
     while nodes:
         for behind, _ in nodes.pop().next_functions:
             if behind is None or behind in seen:
@@ -369,9 +368,19 @@ def held_leaves(
             seen.add(behind)
             kind = type(behind)
             if kind is LEAF_NODE:
-                leaves.append(behind)
+                yield behind
             elif kind not in entries:
                 nodes.append(behind)
+
+
+def held_leaves(
+    outputs: Sequence[torch.Tensor], known: Collection[int], entries: Collection[Any] = ()
+) -> list[Any]:
+    """Return the nodes of leaves that Python code holds and that are not `known`.
+
+    `known` are ids of leaves. `entries` are those of `leaf_nodes`.
+    """
+    leaves = leaf_nodes(outputs, entries)
     return [node for node in leaves if id(node.variable) not in known and is_held(node)]
 
 

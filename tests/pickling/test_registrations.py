@@ -45,6 +45,7 @@ def of_odd(importer, prefix=""): return "odd"
 def is_sequence(item): return isinstance(item, collections.abc.Sequence)
 def is_number(_): return issubclass(Number, numbers.Real), isinstance(Number(), numbers.Number)
 def leaves(item): return [leaf for leaf in _pytree.tree_leaves(item) if isinstance(leaf, float)]
+def leaves_made(x): return leaves([State(x, x)])
 def grad(x): return torch.func.grad(lambda s: s.a * s.b)(State(w * x, w)).a
 def dispatches(_): return pkgutil.iter_importer_modules(Odd(1), "")
 def odd(_): return Odd(1)
@@ -91,6 +92,15 @@ def test_registrations_travel_with_classes(pool: mpgrad.Pool, lib: Any) -> None:
     assert pool.map(lib.odd, [0])[0].value == 1
     copyreg.pickle(lib.Odd, lib.reduce_odd)
     assert pool.map(lib.odd, [0])[0].value == 101
+
+
+@pytest.mark.parametrize("engine", ["process", "thread", "inline"])
+def test_registrations_of_a_kept_state_last(engine: Any, lib: Any) -> None:
+    """The end of an operation took back those of a module's classes, which the next one reused."""
+    _pytree.register_pytree_node(lib.State, lib.flatten, lib.unflatten)
+    with mpgrad.Pool(1, engine=engine) as pool:
+        for _ in range(3):
+            assert pool.map(lib.leaves_made, [1.0]) == [[1.0, 1.0]]
 
 
 def test_another_registration_takes_the_place(pool2: mpgrad.Pool, lib: Any) -> None:
