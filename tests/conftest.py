@@ -33,11 +33,9 @@ import mpgrad
 from mpgrad.callbacks import CallbackThread
 from mpgrad.engines import launch
 from mpgrad.engines.launch import ForkServerLauncher, program
-from mpgrad.machine import deaths
 from mpgrad.machine.queue import CallQueue
 from mpgrad.machine.timing import Prediction
 from mpgrad.scheduling.known_functions import KnownFunctions
-from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.system import PORTABLE
 
 # these tests run in their own process
@@ -464,29 +462,6 @@ def alive(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-@contextlib.contextmanager
-def limit_only_what_hangs(pool: mpgrad.Pool, hung: Callable[[], int]) -> Iterator[None]:
-    """Apply time limits only while more calls have hung, as `hung` counts them, than were killed.
-
-    A busy machine may stand still for a moment, in which every other call would be overdue, too.
-    """
-    overdue_at = deaths.overdue_at
-
-    def overdue_if_it_hangs(worker: WorkerHandle, now: float) -> float:
-        moment = overdue_at(worker, now)
-        if (
-            moment > now
-            or worker.termination is not None
-            or hung() > pool._scheduler.supervisor.kills
-        ):
-            return moment
-        return now + 0.01  # looks again soon
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deaths, "overdue_at", overdue_if_it_hangs)
-        yield
 
 
 @pytest.fixture

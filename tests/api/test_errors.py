@@ -24,7 +24,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import PATIENCE, limit_only_what_hangs
+from conftest import PATIENCE
+from inside import LIMIT, handles, hung_calls_are_overdue, in_scheduling_thread, let_it_hear
 
 import mpgrad
 from mpgrad.machine import deaths
@@ -401,12 +402,11 @@ def test_the_stack_of_a_worker_that_takes_too_long(
         if in_c
         else (stuck, "time.sleep(60)")
     )
-    with mpgrad.Pool(1) as pool, limit_only_what_hangs(pool, begun.exists):
-        pool.apply(time.sleep, (0,))
+    with mpgrad.Pool(1) as pool, hung_calls_are_overdue(pool, begun.exists):
         with pytest.raises(
             mpgrad.CallTimeoutError, match=r"; the call was tried once \(timeout_retries: 0\)"
         ) as caught:
-            pool.map(function, [1], timeout=0.2)
+            pool.map(function, [1], timeout=LIMIT)
         assert_at(caught.value, source)
         assert pool.apply(abs, (-1,)) == 1
 
@@ -448,9 +448,9 @@ def test_a_worker_that_cannot_leave_its_stack_is_killed_all_the_same(
         is_deaf.touch()
         time.sleep(60)
 
-    with mpgrad.Pool(1, retries=0) as pool, limit_only_what_hangs(pool, is_deaf.exists):
+    with mpgrad.Pool(1, retries=0) as pool, hung_calls_are_overdue(pool, is_deaf.exists):
         with pytest.raises(mpgrad.CallTimeoutError) as caught:
-            pool.map(lambda k: deaf(), [1], timeout=0.1)
+            pool.map(lambda k: deaf(), [1], timeout=LIMIT)
         assert caught.value.stack == ""
         pool.apply(abs, (1,))
 
@@ -550,13 +550,13 @@ def test_stacks_of_workers_of_a_context(tmp_path: Path, monkeypatch: pytest.Monk
 
     with (
         mpgrad.Pool(1, context="fork", retries=0) as pool,
-        limit_only_what_hangs(pool, begun.exists),
+        hung_calls_are_overdue(pool, begun.exists),
     ):
         with pytest.raises(mpgrad.WorkerDiedError) as caught:
             pool.apply(crash_in_c)
         assert_at(caught.value, "ctypes.string_at(0)")
         with pytest.raises(mpgrad.CallTimeoutError) as slow:
-            pool.map(stuck, [1], timeout=0.2)
+            pool.map(stuck, [1], timeout=LIMIT)
         assert_at(slow.value, "time.sleep(60)")
 
 

@@ -23,7 +23,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import PATIENCE, limit_only_what_hangs, staffed
+from conftest import PATIENCE, staffed
+from inside import LIMIT, hung_calls_are_overdue
 
 import mpgrad
 from mpgrad.calls.operations import Operation
@@ -72,11 +73,11 @@ def test_a_time_limit_of_one_call_is_that_of_a_pool(
         time.sleep(600)
 
     late = []
-    for of_pool, of_call in ((0.3, None), (None, 0.3), (60.0, 0.3)):
+    for of_pool, of_call in ((LIMIT, None), (None, LIMIT), (2 * LIMIT, LIMIT)):
         begun = tmp_path / f"{of_pool} {of_call}"
         with (
             mpgrad.Pool(1, retries=0, timeout=of_pool) as pool,
-            limit_only_what_hangs(pool, begun.exists),
+            hung_calls_are_overdue(pool, begun.exists),
             pytest.raises(mpgrad.CallTimeoutError) as caught,
         ):
             asks_with(pool, hangs, begun, timeout=of_call)[name]()
@@ -84,7 +85,8 @@ def test_a_time_limit_of_one_call_is_that_of_a_pool(
             (caught.value.call, caught.value.item, caught.value.seconds, caught.value.detail)
         )
     assert (
-        late == [("a call of hangs", None, 0.3, "the call was tried once (timeout_retries: 0)")] * 3
+        late
+        == [("a call of hangs", None, LIMIT, "the call was tried once (timeout_retries: 0)")] * 3
     )
 
 
@@ -93,15 +95,15 @@ def test_a_time_limit_holds_for_one_call_and_its_backward(
     fork_server: mpgrad.Pool, tmp_path: Path, name: str
 ) -> None:
     x, begun = leaf(), tmp_path / "begun"
-    with mpgrad.Pool(1, retries=0) as pool, limit_only_what_hangs(pool, begun.exists):
-        asks_with(pool, torch.exp, x, timeout=60)[name]().sum().backward()
+    with mpgrad.Pool(1, retries=0) as pool, hung_calls_are_overdue(pool, begun.exists):
+        asks_with(pool, torch.exp, x, timeout=LIMIT)[name]().sum().backward()
         assert torch.equal(x.grad, x.exp())  # type: ignore[arg-type]
         # it is loaded now
         asks_with(pool, BackwardUntil.apply, x, tmp_path)[name]().sum().backward()
-        slow = asks_with(pool, BackwardUntil.apply, x, tmp_path / "never", timeout=0.5)[name]()
+        slow = asks_with(pool, BackwardUntil.apply, x, tmp_path / "never", timeout=LIMIT)[name]()
         with pytest.raises(mpgrad.CallTimeoutError) as caught:
             slow.sum().backward()
-        assert (caught.value.phase, caught.value.seconds) == ("backward", 0.5)
+        assert (caught.value.phase, caught.value.seconds) == ("backward", LIMIT)
         unlimited = pool.submit(until, tmp_path / "go")
         with pytest.raises(multiprocessing.TimeoutError):  # that is not its end
             pool.apply_async(until, (tmp_path / "go",)).get(timeout=0.3)

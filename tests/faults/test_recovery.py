@@ -27,12 +27,12 @@ from conftest import (
     PATIENCE,
     every_loss_gets,
     first_are_quick,
-    limit_only_what_hangs,
     linux_only,
     replace_all,
     said_by,
     staffed,
 )
+from inside import LIMIT, hung_calls_are_overdue
 
 import mpgrad
 from mpgrad.calls.packing import PackedCall
@@ -299,8 +299,8 @@ def test_a_worker_that_is_stopped_with_a_sum(
     weight = torch.ones(4, dtype=torch.float64, requires_grad=True)
     stopped: list[int] = []
     with (
-        mpgrad.Pool(2, timeout=1) as pool,
-        limit_only_what_hangs(pool, lambda: len(stopped)),
+        mpgrad.Pool(2, timeout=LIMIT) as pool,
+        hung_calls_are_overdue(pool, lambda: len(stopped)),
     ):
         results = pool.map(lambda x: x * weight, items(8), 1)
         scheduler: Any = pool._scheduler
@@ -498,12 +498,10 @@ def test_a_call_that_hangs_once(fork_server: mpgrad.Pool, tmp_path: Path) -> Non
         return k * k
 
     with (
-        mpgrad.Pool(2, timeout=1, timeout_retries=1) as pool,
-        limit_only_what_hangs(pool, begun.exists),
+        mpgrad.Pool(1, timeout=LIMIT, timeout_retries=1) as pool,
+        hung_calls_are_overdue(pool, begun.exists),
     ):
-        begin = time.monotonic()
         assert pool.map(fn, range(12)) == [k * k for k in range(12)]
-        assert 1 < time.monotonic() - begin < 50
         assert pool.stats().deaths == 1
 
 
@@ -525,19 +523,17 @@ def test_a_call_that_always_hangs(
 
     xs = items(4)
     with (
-        mpgrad.Pool(2, timeout_retries=1) as pool,
-        limit_only_what_hangs(pool, lambda: len(list(tmp_path.iterdir()))),
+        mpgrad.Pool(1, timeout_retries=1) as pool,
+        hung_calls_are_overdue(pool, lambda: len(list(tmp_path.iterdir()))),
     ):
-        begin = time.monotonic()
         message = (
-            rf"item 2 of fn ran longer than the time limit of a call \(1.0 s, phase: {phase}\), "
+            rf"item 2 of fn ran longer than the time limit of a call \(60.0 s, phase: {phase}\), "
             r"and was killed with its worker"
         )
         with pytest.raises(mpgrad.CallTimeoutError, match=message) as caught:
-            results = pool.map(fn, xs, timeout=1)
+            results = pool.map(fn, xs, timeout=LIMIT)
             sum(y.sum() for y in results).backward()
-        assert 2 < time.monotonic() - begin < 50
-        assert (caught.value.item, caught.value.phase, caught.value.seconds) == (2, phase, 1.0)
+        assert (caught.value.item, caught.value.phase, caught.value.seconds) == (2, phase, LIMIT)
         assert (
             pool.stats().kills
             == pool.stats().deaths
@@ -552,18 +548,17 @@ def test_without_retries_a_hang_takes_the_graphs_of_its_worker_along(
 ) -> None:
     """The error said "killed by SIGUSR2", and not why."""
     weight, begun = torch.ones(2, requires_grad=True), tmp_path / "begun"
-    with mpgrad.Pool(1, retries=0) as pool, limit_only_what_hangs(pool, begun.exists):
-        pool.map(abs, [-1])
+    with mpgrad.Pool(1, retries=0) as pool, hung_calls_are_overdue(pool, begun.exists):
         done, late = pool.map(
             lambda k: (k and (begun.touch(), time.sleep(60)), weight * k)[1],
             [0, 1],
             1,
-            timeout=0.3,
+            timeout=LIMIT,
             on_error="return",
         )
         assert isinstance(late, mpgrad.CallTimeoutError)
         message = (
-            r"item 0\); the pool ended it, because another call ran past its timeout \(0\.3 s\); "
+            r"item 0\); the pool ended it, because another call ran past its timeout \(60\.0 s\); "
             r"the graph .* was lost"
         )
         with pytest.raises(mpgrad.WorkerDiedError, match=message):
@@ -573,11 +568,12 @@ def test_without_retries_a_hang_takes_the_graphs_of_its_worker_along(
 @pytest.mark.slow
 def test_a_stopped_worker(fork_server: mpgrad.Pool) -> None:
     stopped: list[int] = []
-    with (
-        mpgrad.Pool(2, timeout=1) as pool,
-        limit_only_what_hangs(pool, lambda: len(stopped)),
-    ):
-        assert pool.map(abs, range(4)) == list(range(4))
+
+    def hung() -> bool:
+        return bool(stopped) and pool.stats().calls_left == 1  # the other worker has no more
+
+    with mpgrad.Pool(2, timeout=LIMIT) as pool, hung_calls_are_overdue(pool, hung):
+        staffed(pool)
         victim = workers_of(pool)[0]
         os.kill(victim, signal.SIGSTOP)
         stopped.append(victim)
