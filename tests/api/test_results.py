@@ -23,8 +23,17 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import PATIENCE, staffed
-from inside import LIMIT, hung_calls_are_overdue
+from conftest import PATIENCE, eventually, staffed
+from inside import (
+    LIMIT,
+    before_ends_are_told,
+    borrowed_by,
+    break_off,
+    hung_calls_are_overdue,
+    let_it_hear,
+    let_waiting_threads_look,
+    waiting_threads,
+)
 
 import mpgrad
 from mpgrad.calls.operations import Operation
@@ -239,15 +248,10 @@ def test_callbacks(pool: mpgrad.Pool) -> None:
 def taken(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """That the result has been taken. The scheduling thread tells nobody of an end before."""
     asks, taken = threading.current_thread(), threading.Event()
-    tell = Operation.tell_if_finished
-
-    def tell_late(operation: Operation) -> None:
-        # with engine "inline" it is
-        if operation.finished and threading.current_thread() is not asks:
-            assert taken.wait(30)
-        tell(operation)
-
-    monkeypatch.setattr(Operation, "tell_if_finished", tell_late)
+    # with engine "inline" it is the same thread
+    before_ends_are_told(
+        monkeypatch, lambda: threading.current_thread() is asks or taken.wait(PATIENCE)
+    )
     return taken
 
 
@@ -292,38 +296,24 @@ def test_synchronize_waits_until_a_failure_is_noted(
 ) -> None:
     """By reading: it could return as soon as the last call had ended, before callbacks and notes of
     its failure."""
-    gate, is_telling, may_tell, looked = (
-        tmp_path / "gate",
-        threading.Event(),
-        threading.Event(),
-        threading.Event(),
-    )
-    tell = Operation.tell_if_finished
+    gate, is_telling, may_tell = tmp_path / "gate", threading.Event(), threading.Event()
 
     def waits_and_fails() -> None:
         while not gate.exists():
             time.sleep(1e-3)
         raise LookupError("no")
 
-    def tell_late(operation: Operation) -> None:
-        if operation.finished:
-            is_telling.set()
-            assert may_tell.wait(30)
-        tell(operation)
-
     result = pool2.apply_async(waits_and_fails)
-    scheduler = pool2._scheduler
     with concurrent.futures.ThreadPoolExecutor(1) as executor:
         waits = executor.submit(pool2.synchronize)
-        while not scheduler._waiters:
+        while not waiting_threads(pool2):
             time.sleep(0)
         # behind the order by which `synchronize` looks for what is under way
-        scheduler.post(lambda now: looked.set())
-        assert looked.wait(30)
-        monkeypatch.setattr(Operation, "tell_if_finished", tell_late)
+        let_it_hear(pool2)
+        before_ends_are_told(monkeypatch, lambda: (is_telling.set(), may_tell.wait(PATIENCE)))
         gate.touch()
         assert is_telling.wait(30)
-        scheduler.tell_waiters()  # it asks, now that the call has ended
+        let_waiting_threads_look(pool2)  # it asks, now that the call has ended
         ended, _ = concurrent.futures.wait([waits], timeout=0.2)
         may_tell.set()
         assert not ended and result.ready()
@@ -470,22 +460,17 @@ def test_a_future_cancelled_before_it_began(fresh_pool: mpgrad.Pool, tmp_path: P
 
 
 def test_dropped_results_are_given_back(fresh_pool: mpgrad.Pool) -> None:
-    def borrowed(expected: int) -> int:
-        deadline = time.monotonic() + PATIENCE  # the dispatcher collects in a turn of its own
-        while True:
-            gc.collect()
-            count = len(fresh_pool._scheduler.memory.foreign_slabs._views)
-            if count == expected or time.monotonic() > deadline:
-                return count
-            time.sleep(0.01)
+    def reads(count: int) -> bool:
+        gc.collect()
+        return len(borrowed_by(fresh_pool)) == count
 
     for _ in range(3):
         fresh_pool.map_async(torch.ones, [(50_000,)] * 6)
     fresh_pool.map(abs, range(10))
     kept = fresh_pool.map(torch.ones, [(50_000,)])
-    assert borrowed(1) == 1
+    eventually(lambda: reads(1))  # the dispatcher collects in a turn of its own
     del kept
-    assert borrowed(0) == 0
+    eventually(lambda: reads(0))
 
 
 def test_memory_of_former_maps_is_given_back(fresh_pool: mpgrad.Pool) -> None:
@@ -521,13 +506,9 @@ class Odd(Exception):
         super().__init__("odd")
 
 
-def breaks(pool: mpgrad.Pool) -> None:
-    pool._scheduler.post(lambda now: pool._scheduler.life.break_off(Odd(1, 2)))
-
-
 ENDS: dict[str, Callable[[mpgrad.Pool], None]] = {
     "terminated": mpgrad.Pool.terminate,
-    "broken": breaks,
+    "broken": lambda pool: break_off(pool, Odd(1, 2)),
 }
 
 
@@ -563,7 +544,7 @@ def test_each_who_waits_gets_an_error_of_its_own(
         threads = [threading.Thread(target=waits, args=(ask,)) for ask in asks]
         for thread in threads:
             thread.start()
-        assert pool._scheduler.wait_until(lambda: len(refs) == len(asks), 10)
+        eventually(lambda: len(refs) == len(asks))
         end(pool)
         for thread in threads:
             thread.join(20)
@@ -621,6 +602,4 @@ def test_an_iterator_that_is_dropped_half_way(pool2: mpgrad.Pool) -> None:
     next(results)
     del results
     gc.collect()
-    assert pool2._scheduler.wait_until(
-        lambda: not pool2._scheduler.admissions.unfinished, timeout=30
-    )
+    eventually(lambda: not pool2.stats().operations)

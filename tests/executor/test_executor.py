@@ -25,7 +25,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import every_loss_gets, first_are_quick, gone, said_by
+from conftest import first_are_quick, gone, said_by
+from inside import every_loss_gets
 
 import mpgrad
 from mpgrad.scheduling import dispatcher

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import gc
 import logging
 import os
@@ -25,14 +26,15 @@ import pytest
 import torch
 from conftest import (
     PATIENCE,
-    every_loss_gets,
+    eventually,
     first_are_quick,
+    graphs_in,
     linux_only,
     replace_all,
     said_by,
     staffed,
 )
-from inside import LIMIT, hung_calls_are_overdue
+from inside import LIMIT, every_loss_gets, hung_calls_are_overdue, let_it_hear
 
 import mpgrad
 from mpgrad.calls.packing import PackedCall
@@ -90,9 +92,7 @@ def kill_all(pool: mpgrad.Pool) -> None:
     victims = workers_of(pool)
     for pid in victims:
         os.kill(pid, signal.SIGKILL)
-    assert pool._scheduler.wait_until(
-        lambda: pool.stats().deaths >= deaths + len(victims), timeout=PATIENCE
-    )
+    eventually(lambda: pool.stats().deaths >= deaths + len(victims))
 
 
 class Around(torch.autograd.Function):
@@ -214,34 +214,20 @@ def test_second_derivatives_of_lost_first_ones(fresh_pool: mpgrad.Pool) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-13)
 
 
-def test_a_sum_that_is_lost_before_it_is_collected(
-    fresh_pool: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def after_all_gradients_of(xs: list[Tensor], act: Callable[[], None]) -> None:
+    """Call `act` when all workers have answered a backward, before their sums are collected."""
+    came = itertools.count(1)
+    for x in xs:
+        x.register_hook(lambda grad: act() if next(came) == len(xs) else None)
+
+
+def test_a_sum_that_is_lost_before_it_is_collected(fresh_pool: mpgrad.Pool) -> None:
     """All backwards are done and answered when the workers die; what they had added up for the
     capture went with them."""
     weight = torch.ones(4, dtype=torch.float64, requires_grad=True)
     xs = items(8)
     results = staffed(fresh_pool).map(lambda x: x * weight, xs, 1)
-    scheduler: Any = fresh_pool._scheduler
-    request = scheduler.gradients.request_sum
-    backwards = []
-    send = scheduler.gradients.send
-
-    def noted(backward: Any) -> None:
-        backwards.append(backward)
-        send(backward)
-
-    def after_a_massacre(*arguments: Any) -> None:
-        # once: the sum of the other worker is asked for as well
-        if len(backwards) == 8 and not fresh_pool.stats().deaths:
-            assert scheduler.wait_until(
-                lambda: all(backward.arrived for backward in backwards), timeout=PATIENCE
-            )
-            kill_all(fresh_pool)
-        request(*arguments)
-
-    monkeypatch.setattr(scheduler.gradients, "send", noted)
-    monkeypatch.setattr(scheduler.gradients, "request_sum", after_a_massacre)
+    after_all_gradients_of(xs, lambda: kill_all(fresh_pool))
     sum(y.sum() for y in results).backward()
     assert fresh_pool.stats().deaths == 2
     torch.testing.assert_close(weight.grad, sum(x.detach() for x in xs), rtol=1e-14, atol=1e-14)
@@ -291,33 +277,26 @@ def test_a_worker_that_dies_while_gradients_are_made_ready_for_it(
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_stopped_with_a_sum(
-    fork_server: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_that_is_stopped_with_a_sum(fork_server: mpgrad.Pool) -> None:
     """It has answered every call, and hangs when it is to hand over what it added up: that may time
     out too."""
     weight = torch.ones(4, dtype=torch.float64, requires_grad=True)
-    stopped: list[int] = []
+    xs, stopped = items(8), list[int]()
     with (
         mpgrad.Pool(2, timeout=LIMIT) as pool,
         hung_calls_are_overdue(pool, lambda: len(stopped)),
     ):
-        results = pool.map(lambda x: x * weight, items(8), 1)
-        scheduler: Any = pool._scheduler
-        request = scheduler.gradients.request_sum
+        results = staffed(pool).map(lambda x: x * weight, xs, 1)
 
-        def after_a_stop(asked: Any) -> Any:
-            if len(stopped) < 2:
-                stopped.append(asked.worker.pid)
-                os.kill(asked.worker.pid, signal.SIGSTOP)
-            return request(asked)
+        def stop_all() -> None:
+            for pid in workers_of(pool):
+                os.kill(pid, signal.SIGSTOP)
+                stopped.append(pid)
 
-        monkeypatch.setattr(scheduler.gradients, "request_sum", after_a_stop)
+        after_all_gradients_of(xs, stop_all)
         sum(y.sum() for y in results).backward()
-        assert pool.stats().kills == len(stopped) > 0
-    torch.testing.assert_close(
-        weight.grad, sum(x.detach() for x in items(8)), rtol=1e-14, atol=1e-14
-    )
+        assert pool.stats().kills == len(stopped) == 2
+    torch.testing.assert_close(weight.grad, sum(x.detach() for x in xs), rtol=1e-14, atol=1e-14)
 
 
 def test_an_input_that_the_task_writes_to(fresh_pool: mpgrad.Pool, tmp_path: Path) -> None:
@@ -653,9 +632,7 @@ def test_the_rest_of_a_running_chunk_is_left_out(pool2: mpgrad.Pool, tmp_path: P
 
     with pytest.raises(ValueError, match="first"):
         pool2.map(fn, range(100), 50)
-    heard = threading.Event()
-    pool2._scheduler.post(lambda now: heard.set())
-    assert heard.wait(PATIENCE)
+    let_it_hear(pool2)
     go.touch()
     assert pool2.apply(abs, (-1,)) == 1 and pool2.map(abs, [1, 2], 1) == [1, 2]
     # the first of the other chunk, and perhaps the second of this one
@@ -787,9 +764,7 @@ def test_resize_while_graphs_are_held(fork_server: mpgrad.Pool) -> None:
         assert pool.map(abs, range(-20, 0), 1) == list(range(20, 0, -1))
         # not just two, of whom one is about to leave
         only_these = [False, False]
-        assert pool._scheduler.wait_until(
-            lambda: [worker.retiring for worker in pool.stats().workers] == only_these, timeout=100
-        )
+        eventually(lambda: [each.retiring for each in pool.stats().workers] == only_these, 100)
         assert "processes=2" in repr(pool)
         for wrong in (0, -1):
             with pytest.raises(ValueError, match="processes must be at least 1"):
@@ -809,7 +784,7 @@ def test_workers_whose_graphs_are_only_missing_may_end(fork_server: mpgrad.Pool)
     with mpgrad.Pool(2, graphs="recompute", maxtasksperchild=1) as pool:
         results = pool.map(lambda x: x**2, xs, 1)
         pool.map(abs, range(4), 1)
-        assert pool._scheduler.wait_until(lambda: len(pool.stats().workers) <= 2, timeout=PATIENCE)
+        eventually(lambda: len(pool.stats().workers) <= 2)
         sum(y.sum() for y in results).backward()
     assert all(torch.equal(x.grad, 2 * x.detach()) for x in xs)
 
@@ -824,9 +799,7 @@ def test_workers_that_have_done_enough_hand_over_what_they_have_added_up(
         results = pool.map(lambda x: x * weight, xs, 1)
         sum(y.sum() for y in results).backward()
         assert pool.stats().reruns == 0
-        assert pool._scheduler.wait_until(
-            lambda: not any(each.retiring for each in pool.stats().workers), timeout=PATIENCE
-        )
+        eventually(lambda: not any(each.retiring for each in pool.stats().workers))
     torch.testing.assert_close(weight.grad, sum(x.detach() for x in xs), rtol=1e-14, atol=1e-14)
 
 
@@ -848,9 +821,7 @@ def test_sums_that_nobody_collects(fork_server: mpgrad.Pool) -> None:
             results += pool.map(times, [inner])
             with pytest.raises(LookupError):
                 results[-1].sum().backward()
-        assert pool._scheduler.wait_until(
-            lambda: len(pool.stats().workers) <= 3, timeout=PATIENCE
-        ), pool.stats()
+        eventually(lambda: len(pool.stats().workers) <= 3)
         assert weight.grad is None
 
 
@@ -1162,7 +1133,7 @@ def test_gradients_for_graphs_that_are_missing(fork_server: mpgrad.Pool) -> None
             assert torch.equal(x.grad, torch.full_like(x, 3 + 2 * 3 * 6.0))
             del x, y, g
         deadline = time.monotonic() + PATIENCE
-        while pool._scheduler.memory.arena.bytes_in_use:
+        while pool.stats().shared_bytes:
             assert time.monotonic() < deadline, pool.stats()
             pool.map(abs, [1])
 
@@ -1216,12 +1187,7 @@ def test_graphs_that_were_released_as_they_were_dropped(fork_server: mpgrad.Pool
             del x
             later.get()
             del later
-        deadline = time.monotonic() + PATIENCE
-        (worker,) = pool._scheduler.workers.values()
-        while worker.graphs:
-            assert time.monotonic() < deadline, pool.stats()
-            pool.map(abs, [1])
-        assert pool.stats().workers[0].graphs == 0
+        eventually(lambda: pool.map(abs, [1]) and graphs_in(pool) == 0)
 
 
 @pytest.mark.slow
