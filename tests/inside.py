@@ -9,6 +9,7 @@ into a pool. `simulation/adapter.py` has the same task for the simulation.
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -151,6 +152,12 @@ def cancel_all(pool: mpgrad.Pool) -> None:
     scheduler_of(pool).cancel_all_with_grace()
 
 
+def cancel_by_force(pool: mpgrad.Pool, operation: Any) -> None:
+    """Cancel the operation and kill the workers that run a call of it, in the scheduling thread."""
+    scheduler = scheduler_of(pool)
+    scheduler.cancelling.kill(operation, scheduler.clock())
+
+
 def leave(pool: mpgrad.Pool) -> None:
     """Let each worker end when it is not needed any more, as `Executor.shutdown` does."""
     scheduler_of(pool).leave()
@@ -272,6 +279,11 @@ def packed_windows(patch: pytest.MonkeyPatch, pool: mpgrad.Pool) -> list[int]:
     return packed
 
 
+def send_all_ahead(patch: pytest.MonkeyPatch) -> None:
+    """Send calls to workers that run others, even if they had better wait for an idle one."""
+    patch.setattr(CallQueue, "_had_better_wait", lambda *_: False)
+
+
 def take_nothing_back(patch: pytest.MonkeyPatch) -> None:
     """Have workers run what they are given, even if the machine stops one of them for a while."""
     patch.setattr(CallQueue, "take_back", lambda self, workers, now: False)
@@ -309,6 +321,21 @@ def sums_kept(result: torch.Tensor) -> int:
 
 def keeps_no_graphs(pool: mpgrad.Pool) -> bool:
     return bool(scheduler_of(pool).settings.graph_bytes == 0)
+
+
+def before_gradients_are_packed(
+    patch: pytest.MonkeyPatch, pool: mpgrad.Pool, act: Callable[[Any, Any], object]
+) -> None:
+    """Call `act` with the graph of each backward and with its worker, before its gradients are
+    packed for this worker."""
+    sender = scheduler_of(pool).gradients
+    pack = sender._pack
+
+    def pack_late(parts: Any, worker: Any) -> Any:
+        act(sys._getframe(1).f_locals["backward"].graph, worker)
+        return pack(parts, worker)
+
+    patch.setattr(sender, "_pack", pack_late)
 
 
 # --- memory

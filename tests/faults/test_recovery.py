@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import gc
+import itertools
 import logging
 import os
 import pickle
@@ -34,11 +34,18 @@ from conftest import (
     said_by,
     staffed,
 )
-from inside import LIMIT, every_loss_gets, hung_calls_are_overdue, let_it_hear
+from inside import (
+    LIMIT,
+    before_gradients_are_packed,
+    every_loss_gets,
+    handles,
+    hung_calls_are_overdue,
+    let_it_hear,
+    send_all_ahead,
+)
 
 import mpgrad
 from mpgrad.calls.packing import PackedCall
-from mpgrad.machine.queue import CallQueue
 from mpgrad.scheduling.supervisor import WorkerSupervisor
 from mpgrad.system import PORTABLE
 from mpgrad.testing import assert_same_as_serial
@@ -250,27 +257,24 @@ def test_a_worker_that_dies_while_gradients_are_made_ready_for_it(
         )
 
     with mpgrad.Pool(2) as pool:
-        scheduler: Any = pool._scheduler
-        pack = scheduler.gradients._pack
         rehomed = []
 
-        def after_a_death(parts: Any, worker: Any) -> Any:
-            graph = sys._getframe(1).f_locals["backward"].graph
+        def dies(graph: Any, worker: Any) -> None:
             if not rehomed and isinstance(graph.lineage, PackedCall):
                 os.kill(worker.pid, signal.SIGKILL)
                 for pid in pids - {worker.pid}:
                     os.kill(pid, signal.SIGCONT)
-                rehomed.append(scheduler.wait_until(lambda: graph.worker is not worker, PATIENCE))
-            return pack(parts, worker)
+                eventually(lambda: graph.worker is not worker)
+                rehomed.append(graph)
 
         steps = penalized(functools.partial(pool.map, chunksize=1), items())
         next(steps)
         pids = {each.pid for each in pool.stats().workers}
         for pid in pids:  # so that no backward is answered before the death
             os.kill(pid, signal.SIGSTOP)
-        monkeypatch.setattr(scheduler.gradients, "_pack", after_a_death)
+        before_gradients_are_packed(monkeypatch, pool, dies)
         found = next(steps)
-        assert rehomed == [True]
+        assert len(rehomed) == 1
     _, expected = penalized(map, items())
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-13)
@@ -969,16 +973,13 @@ def test_calls_go_back_to_the_queue_in_their_order(
             raise LookupError(k)
         return k
 
-    monkeypatch.setattr(CallQueue, "_had_better_wait", lambda *_: False)
+    send_all_ahead(monkeypatch)
     with mpgrad.Pool(1) as pool:
         pool.map(fn, [0])
-        (worker,) = pool._scheduler.workers.values()
+        (worker,) = handles(pool)
         os.kill(worker.pid, signal.SIGSTOP)
         result = pool.map_async(fn, range(6), 4)
-        deadline = time.monotonic() + PATIENCE
-        while len(worker.under_way.chunks) < 2:
-            assert time.monotonic() < deadline
-            time.sleep(1e-3)
+        eventually(lambda: len(worker.under_way.chunks) == 2)
         os.kill(worker.pid, signal.SIGKILL)
         with pytest.raises(LookupError):
             result.get(20)

@@ -68,6 +68,18 @@ def test_the_workers_folder_refuses_a_second_name() -> None:
     assert "this package is mpgrad.workers (imported as: 'workers')" in done.stderr
 
 
+@pytest.mark.quick
+def test_tests_reach_into_a_pool_through_one_adapter() -> None:
+    """If a pool changes inside, only `tests/inside.py` changes."""
+    found = {
+        file.name
+        for file in (ROOT / "tests").rglob("*.py")
+        for node in ast.walk(parsed(file.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr in ("_scheduler", "_submitter")
+    }
+    assert found == {"inside.py"}
+
+
 def nodes_that_run(node: ast.AST) -> Iterator[ast.AST]:
     """`node` and all below it, except what only type checkers read."""
     yield node

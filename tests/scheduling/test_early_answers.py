@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import linux_only
-from inside import handles, in_scheduling_thread, scheduler_of
+from inside import cancel_by_force, handles, in_scheduling_thread
 
 import mpgrad
 from mpgrad.machine.policy import SEEN, ChunkSeconds
@@ -399,7 +399,7 @@ def test_a_call_that_has_just_begun_is_cancelled_by_force(
             go.touch()
             while (worker.under_way.progress.at() or (-1, -1))[0] != number:
                 time.sleep(0.002)
-            scheduler_of(pool).cancelling.kill(chunk.operation, time.monotonic())
+            cancel_by_force(pool, chunk.operation)
             done.set()
 
         in_scheduling_thread(pool, cancels_before_it_reads)
