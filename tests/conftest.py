@@ -28,16 +28,11 @@ from typing import Any
 import psutil
 import pytest
 import tqdm
+from inside import patience_with_callbacks, take_nothing_back
 
 import mpgrad
-from mpgrad.callbacks import CallbackThread
 from mpgrad.engines import launch
 from mpgrad.engines.launch import ForkServerLauncher, program
-from mpgrad.machine import deaths
-from mpgrad.machine.queue import CallQueue
-from mpgrad.machine.timing import Prediction
-from mpgrad.scheduling.known_functions import KnownFunctions
-from mpgrad.scheduling.worker_handle import WorkerHandle
 from mpgrad.system import PORTABLE
 
 # these tests run in their own process
@@ -64,7 +59,7 @@ def fork_server() -> Iterator[mpgrad.Pool]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "program", program_of_tests)
         # A busy machine may stop the callbacks thread for longer than a caller waits for it.
-        patch.setattr(CallbackThread.catch_up, "__defaults__", (2.0,))
+        patience_with_callbacks(patch, 2.0)
         with mpgrad.Pool(processes=1) as pool:
             pool.apply(abs, (-1,))
             yield pool
@@ -248,18 +243,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item in chosen]
 
 
+def eventually(satisfied: Callable[[], bool], within: float = PATIENCE) -> None:
+    deadline = time.monotonic() + within
+    while not satisfied():
+        assert time.monotonic() < deadline
+        time.sleep(2e-3)
+
+
+def graphs_in(pool: mpgrad.Pool) -> int:
+    """Return how many graphs the workers keep."""
+    return sum(worker.graphs for worker in pool.stats().workers)
+
+
 def replace_all(pool: mpgrad.Pool) -> None:
     """Kill all workers, and wait until others have taken their places."""
     dead = {worker.pid for worker in pool.stats().workers}
     for pid in dead:
         os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + PATIENCE
-    while (
-        dead & {worker.pid for worker in pool.stats().workers}
-        or len(pool.stats().workers) < pool.processes
-    ):
-        assert time.monotonic() < deadline
-        time.sleep(1e-3)
+    eventually(lambda: not dead & {worker.pid for worker in pool.stats().workers})
+    eventually(lambda: len(pool.stats().workers) >= pool.processes)
 
 
 def uses_ray(item: pytest.Item) -> bool:
@@ -314,23 +316,6 @@ def in_turn(first: Iterable[Any], second: Iterable[Any], always: int = 0) -> lis
 def linux_only(mechanism: str) -> pytest.MarkDecorator:
     """Skip a test of a mechanism that the portable branches do not have."""
     return pytest.mark.skipif(PORTABLE, reason=f"about {mechanism}, which only Linux has")
-
-
-# --- for tests of eager backwards
-
-
-@contextlib.contextmanager
-def every_loss_gets(gradient: float | None, is_confirmed: bool = True) -> Iterator[None]:
-    """Predict this gradient for all losses with `graphs="auto"`, from the first map on. None
-    predicts nothing.
-
-    So all backwards that may be eager are eager. They also drop their graphs, unless the prediction
-    is not confirmed.
-    """
-    predicted = None if gradient is None else Prediction(gradient, is_confirmed)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(KnownFunctions, "predicted", lambda self, pickled: predicted)
-        yield
 
 
 # --- for tests that run others, or scripts
@@ -447,8 +432,7 @@ def staffed(pool: mpgrad.Pool) -> mpgrad.Pool:
 
 @pytest.fixture
 def nothing_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers run what they are given, even if the machine stops one of them for a while."""
-    monkeypatch.setattr(CallQueue, "take_back", lambda self, workers, now: False)
+    take_nothing_back(monkeypatch)
 
 
 def gone(pids: list[int], within: float) -> bool:
@@ -464,29 +448,6 @@ def alive(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-@contextlib.contextmanager
-def limit_only_what_hangs(pool: mpgrad.Pool, hung: Callable[[], int]) -> Iterator[None]:
-    """Apply time limits only while more calls have hung, as `hung` counts them, than were killed.
-
-    A busy machine may stand still for a moment, in which every other call would be overdue, too.
-    """
-    overdue_at = deaths.overdue_at
-
-    def overdue_if_it_hangs(worker: WorkerHandle, now: float) -> float:
-        moment = overdue_at(worker, now)
-        if (
-            moment > now
-            or worker.termination is not None
-            or hung() > pool._scheduler.supervisor.kills
-        ):
-            return moment
-        return now + 0.01  # looks again soon
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deaths, "overdue_at", overdue_if_it_hangs)
-        yield
 
 
 @pytest.fixture

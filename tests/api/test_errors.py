@@ -14,7 +14,6 @@ import os
 import pickle
 import signal
 import sys
-import threading
 import time
 import traceback
 import warnings
@@ -24,10 +23,18 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import PATIENCE, limit_only_what_hangs
+from conftest import PATIENCE
+from inside import (
+    LIMIT,
+    handles,
+    hung_calls_are_overdue,
+    in_scheduling_thread,
+    lent_slots,
+    let_it_hear,
+    patience_with_stacks,
+)
 
 import mpgrad
-from mpgrad.machine import deaths
 from mpgrad.tracebacks import OWN_FOLDER, shown
 from mpgrad.wire.messages import TRACEBACK_SIGNAL
 
@@ -387,7 +394,7 @@ def test_every_fatal_signal_leaves_a_stack(name: str, fork_server: mpgrad.Pool) 
 def test_the_stack_of_a_worker_that_takes_too_long(
     in_c: bool, fork_server: mpgrad.Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deaths, "TRACEBACK_PATIENCE", PATIENCE)
+    patience_with_stacks(monkeypatch, PATIENCE)
     begun = tmp_path / "begun"
 
     def stuck(k: int) -> None:
@@ -401,12 +408,11 @@ def test_the_stack_of_a_worker_that_takes_too_long(
         if in_c
         else (stuck, "time.sleep(60)")
     )
-    with mpgrad.Pool(1) as pool, limit_only_what_hangs(pool, begun.exists):
-        pool.apply(time.sleep, (0,))
+    with mpgrad.Pool(1) as pool, hung_calls_are_overdue(pool, begun.exists):
         with pytest.raises(
             mpgrad.CallTimeoutError, match=r"; the call was tried once \(timeout_retries: 0\)"
         ) as caught:
-            pool.map(function, [1], timeout=0.2)
+            pool.map(function, [1], timeout=LIMIT)
         assert_at(caught.value, source)
         assert pool.apply(abs, (-1,)) == 1
 
@@ -448,9 +454,9 @@ def test_a_worker_that_cannot_leave_its_stack_is_killed_all_the_same(
         is_deaf.touch()
         time.sleep(60)
 
-    with mpgrad.Pool(1, retries=0) as pool, limit_only_what_hangs(pool, is_deaf.exists):
+    with mpgrad.Pool(1, retries=0) as pool, hung_calls_are_overdue(pool, is_deaf.exists):
         with pytest.raises(mpgrad.CallTimeoutError) as caught:
-            pool.map(lambda k: deaf(), [1], timeout=0.1)
+            pool.map(lambda k: deaf(), [1], timeout=LIMIT)
         assert caught.value.stack == ""
         pool.apply(abs, (1,))
 
@@ -476,18 +482,18 @@ def test_a_call_that_ends_just_in_time_is_not_blamed(
             time.sleep(60)
         return 2
 
-    def has_had_its_time(now: float) -> None:
-        (worker,) = pool._scheduler.workers.values()
+    def has_had_its_time() -> None:
+        (worker,) = handles(pool)
         assert worker.termination is not None
-        worker.termination = worker.termination._replace(moment=now)
+        worker.termination = worker.termination._replace(moment=0.0)
 
-    monkeypatch.setattr(deaths, "TRACEBACK_PATIENCE", 600.0)
+    patience_with_stacks(monkeypatch, 600.0)
     with mpgrad.Pool(1, retries=0) as pool:
         pool.apply(be_deaf)
         assert pool.map(ends_too_late, [1], timeout=0.1) == [1]
         result = pool.apply_async(is_interrupted)
         until(begun)
-        pool._scheduler.post(has_had_its_time)
+        in_scheduling_thread(pool, has_had_its_time)
         assert result.get(PATIENCE) == 2
         assert pool.stats().deaths == 1
 
@@ -542,7 +548,7 @@ def test_the_stack_of_an_initializer_that_crashes(fork_server: mpgrad.Pool) -> N
 
 
 def test_stacks_of_workers_of_a_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deaths, "TRACEBACK_PATIENCE", PATIENCE)
+    patience_with_stacks(monkeypatch, PATIENCE)
     begun = tmp_path / "begun"
 
     def stuck(k: int) -> None:
@@ -550,13 +556,13 @@ def test_stacks_of_workers_of_a_context(tmp_path: Path, monkeypatch: pytest.Monk
 
     with (
         mpgrad.Pool(1, context="fork", retries=0) as pool,
-        limit_only_what_hangs(pool, begun.exists),
+        hung_calls_are_overdue(pool, begun.exists),
     ):
         with pytest.raises(mpgrad.WorkerDiedError) as caught:
             pool.apply(crash_in_c)
         assert_at(caught.value, "ctypes.string_at(0)")
         with pytest.raises(mpgrad.CallTimeoutError) as slow:
-            pool.map(stuck, [1], timeout=0.2)
+            pool.map(stuck, [1], timeout=LIMIT)
         assert_at(slow.value, "time.sleep(60)")
 
 
@@ -686,9 +692,7 @@ def test_a_failing_early_item(failing: int, fork_server: mpgrad.Pool, tmp_path: 
         for _ in range(2):  # the second finds what was learned from the first
             with pytest.raises(ValueError, match="is not valid"):
                 pool.map(simulate, range(300))
-            heard = threading.Event()
-            pool._scheduler.post(lambda now: heard.set())
-            assert heard.wait(PATIENCE)
+            let_it_hear(pool)
             go.touch()
             pool.map(abs, range(4), 1)
             go.unlink()
@@ -748,7 +752,7 @@ def test_inputs_of_calls_that_were_left_out_are_given_back(pool2: mpgrad.Pool) -
         with pytest.raises(LookupError):
             pool2.map(fails, [torch.ones(10_000) for _ in range(20)], 10)
         pool2.map(abs, range(8), 1)
-        slots.append(sum(len(worker.lent_slots) for worker in pool2._scheduler.workers.values()))
+        slots.append(lent_slots(pool2))
     assert max(slots[10:]) <= 40
 
 

@@ -210,9 +210,9 @@ def test_former_results_are_read_in_place_and_not_changed(pool2: mpgrad.Pool) ->
         return x.mul_(2)
 
     first = pool2.map(torch.clone, [torch.ones(200_000), torch.ones(20_000)])
-    copied = pool2._scheduler.packer.bytes_copied
+    copied = pool2.stats().bytes_copied
     second = pool2.map(scale, first)
-    assert pool2._scheduler.packer.bytes_copied == copied
+    assert pool2.stats().bytes_copied == copied
     assert all(bool((x == 1).all()) for x in first)
     assert all(bool((x == 2).all()) for x in second)
 
@@ -482,8 +482,7 @@ def test_a_generator_that_writes_to_a_former_result(
 
 def test_former_results_that_are_at_rest_are_read_where_they_lie(pool2: mpgrad.Pool) -> None:
     former = pool2.starmap(torch.full, [((5000,), 1.0), ((5000,), 2.0)])
-    memory = pool2._scheduler.memory
-    copied = memory.bytes_copied
+    copied = pool2.stats().bytes_copied
     for items in (former, tuple(former), dict.fromkeys(former), iter(former)):
         pool2.map(total, items)
     for arguments in (
@@ -496,15 +495,15 @@ def test_former_results_that_are_at_rest_are_read_where_they_lie(pool2: mpgrad.P
     pool2.apply(total, former[:1])
     pool2.map_reduce(torch.neg, former, "sum")
     pool2.reduce(torch.add, former, former[0], associative=False)
-    assert memory.bytes_copied == copied
+    assert pool2.stats().bytes_copied == copied
     with forward_ad.dual_level():
         small = forward_ad.make_dual(torch.ones(()), torch.ones(()))
         pool2.starmap(torch.add, [(x, small) for x in former])
-    assert memory.bytes_copied - copied < former[0].nbytes
+    assert pool2.stats().bytes_copied - copied < former[0].nbytes
     torch.func.grad(lambda w: pool2.starmap(lambda x, w: x[0] * w, [(x, w) for x in former])[1])(
         torch.ones(())
     )
-    assert memory.bytes_copied - copied < former[0].nbytes
+    assert pool2.stats().bytes_copied - copied < former[0].nbytes
 
 
 def test_a_generator_that_draws_random_numbers(pool2: mpgrad.Pool) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from inside import shown_progress
 
 import mpgrad
 import mpgrad.progress
@@ -316,7 +317,7 @@ def test_an_interrupt_in_a_function(
     results = None
     assert len(told) == 1
     assert fresh_pool.map(abs, range(-5, 0)) == [5, 4, 3, 2, 1]
-    assert all(each.is_closed for each in fresh_pool._scheduler.callbacks.watched)
+    assert all(each.is_closed for each in shown_progress(fresh_pool))
 
 
 def test_an_exit_in_the_callbacks_thread(

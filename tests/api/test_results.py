@@ -23,7 +23,17 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import PATIENCE, limit_only_what_hangs, staffed
+from conftest import PATIENCE, eventually, staffed
+from inside import (
+    LIMIT,
+    before_ends_are_told,
+    borrowed_by,
+    break_off,
+    hung_calls_are_overdue,
+    let_it_hear,
+    let_waiting_threads_look,
+    waiting_threads,
+)
 
 import mpgrad
 from mpgrad.calls.operations import Operation
@@ -72,11 +82,11 @@ def test_a_time_limit_of_one_call_is_that_of_a_pool(
         time.sleep(600)
 
     late = []
-    for of_pool, of_call in ((0.3, None), (None, 0.3), (60.0, 0.3)):
+    for of_pool, of_call in ((LIMIT, None), (None, LIMIT), (2 * LIMIT, LIMIT)):
         begun = tmp_path / f"{of_pool} {of_call}"
         with (
             mpgrad.Pool(1, retries=0, timeout=of_pool) as pool,
-            limit_only_what_hangs(pool, begun.exists),
+            hung_calls_are_overdue(pool, begun.exists),
             pytest.raises(mpgrad.CallTimeoutError) as caught,
         ):
             asks_with(pool, hangs, begun, timeout=of_call)[name]()
@@ -84,7 +94,8 @@ def test_a_time_limit_of_one_call_is_that_of_a_pool(
             (caught.value.call, caught.value.item, caught.value.seconds, caught.value.detail)
         )
     assert (
-        late == [("a call of hangs", None, 0.3, "the call was tried once (timeout_retries: 0)")] * 3
+        late
+        == [("a call of hangs", None, LIMIT, "the call was tried once (timeout_retries: 0)")] * 3
     )
 
 
@@ -93,15 +104,15 @@ def test_a_time_limit_holds_for_one_call_and_its_backward(
     fork_server: mpgrad.Pool, tmp_path: Path, name: str
 ) -> None:
     x, begun = leaf(), tmp_path / "begun"
-    with mpgrad.Pool(1, retries=0) as pool, limit_only_what_hangs(pool, begun.exists):
-        asks_with(pool, torch.exp, x, timeout=60)[name]().sum().backward()
+    with mpgrad.Pool(1, retries=0) as pool, hung_calls_are_overdue(pool, begun.exists):
+        asks_with(pool, torch.exp, x, timeout=LIMIT)[name]().sum().backward()
         assert torch.equal(x.grad, x.exp())  # type: ignore[arg-type]
         # it is loaded now
         asks_with(pool, BackwardUntil.apply, x, tmp_path)[name]().sum().backward()
-        slow = asks_with(pool, BackwardUntil.apply, x, tmp_path / "never", timeout=0.5)[name]()
+        slow = asks_with(pool, BackwardUntil.apply, x, tmp_path / "never", timeout=LIMIT)[name]()
         with pytest.raises(mpgrad.CallTimeoutError) as caught:
             slow.sum().backward()
-        assert (caught.value.phase, caught.value.seconds) == ("backward", 0.5)
+        assert (caught.value.phase, caught.value.seconds) == ("backward", LIMIT)
         unlimited = pool.submit(until, tmp_path / "go")
         with pytest.raises(multiprocessing.TimeoutError):  # that is not its end
             pool.apply_async(until, (tmp_path / "go",)).get(timeout=0.3)
@@ -237,15 +248,10 @@ def test_callbacks(pool: mpgrad.Pool) -> None:
 def taken(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """That the result has been taken. The scheduling thread tells nobody of an end before."""
     asks, taken = threading.current_thread(), threading.Event()
-    tell = Operation.tell_if_finished
-
-    def tell_late(operation: Operation) -> None:
-        # with engine "inline" it is
-        if operation.finished and threading.current_thread() is not asks:
-            assert taken.wait(30)
-        tell(operation)
-
-    monkeypatch.setattr(Operation, "tell_if_finished", tell_late)
+    # with engine "inline" it is the same thread
+    before_ends_are_told(
+        monkeypatch, lambda: threading.current_thread() is asks or taken.wait(PATIENCE)
+    )
     return taken
 
 
@@ -290,38 +296,24 @@ def test_synchronize_waits_until_a_failure_is_noted(
 ) -> None:
     """By reading: it could return as soon as the last call had ended, before callbacks and notes of
     its failure."""
-    gate, is_telling, may_tell, looked = (
-        tmp_path / "gate",
-        threading.Event(),
-        threading.Event(),
-        threading.Event(),
-    )
-    tell = Operation.tell_if_finished
+    gate, is_telling, may_tell = tmp_path / "gate", threading.Event(), threading.Event()
 
     def waits_and_fails() -> None:
         while not gate.exists():
             time.sleep(1e-3)
         raise LookupError("no")
 
-    def tell_late(operation: Operation) -> None:
-        if operation.finished:
-            is_telling.set()
-            assert may_tell.wait(30)
-        tell(operation)
-
     result = pool2.apply_async(waits_and_fails)
-    scheduler = pool2._scheduler
     with concurrent.futures.ThreadPoolExecutor(1) as executor:
         waits = executor.submit(pool2.synchronize)
-        while not scheduler._waiters:
+        while not waiting_threads(pool2):
             time.sleep(0)
         # behind the order by which `synchronize` looks for what is under way
-        scheduler.post(lambda now: looked.set())
-        assert looked.wait(30)
-        monkeypatch.setattr(Operation, "tell_if_finished", tell_late)
+        let_it_hear(pool2)
+        before_ends_are_told(monkeypatch, lambda: (is_telling.set(), may_tell.wait(PATIENCE)))
         gate.touch()
         assert is_telling.wait(30)
-        scheduler.tell_waiters()  # it asks, now that the call has ended
+        let_waiting_threads_look(pool2)  # it asks, now that the call has ended
         ended, _ = concurrent.futures.wait([waits], timeout=0.2)
         may_tell.set()
         assert not ended and result.ready()
@@ -468,22 +460,17 @@ def test_a_future_cancelled_before_it_began(fresh_pool: mpgrad.Pool, tmp_path: P
 
 
 def test_dropped_results_are_given_back(fresh_pool: mpgrad.Pool) -> None:
-    def borrowed(expected: int) -> int:
-        deadline = time.monotonic() + PATIENCE  # the dispatcher collects in a turn of its own
-        while True:
-            gc.collect()
-            count = len(fresh_pool._scheduler.memory.foreign_slabs._views)
-            if count == expected or time.monotonic() > deadline:
-                return count
-            time.sleep(0.01)
+    def reads(count: int) -> bool:
+        gc.collect()
+        return len(borrowed_by(fresh_pool)) == count
 
     for _ in range(3):
         fresh_pool.map_async(torch.ones, [(50_000,)] * 6)
     fresh_pool.map(abs, range(10))
     kept = fresh_pool.map(torch.ones, [(50_000,)])
-    assert borrowed(1) == 1
+    eventually(lambda: reads(1))  # the dispatcher collects in a turn of its own
     del kept
-    assert borrowed(0) == 0
+    eventually(lambda: reads(0))
 
 
 def test_memory_of_former_maps_is_given_back(fresh_pool: mpgrad.Pool) -> None:
@@ -519,13 +506,9 @@ class Odd(Exception):
         super().__init__("odd")
 
 
-def breaks(pool: mpgrad.Pool) -> None:
-    pool._scheduler.post(lambda now: pool._scheduler.life.break_off(Odd(1, 2)))
-
-
 ENDS: dict[str, Callable[[mpgrad.Pool], None]] = {
     "terminated": mpgrad.Pool.terminate,
-    "broken": breaks,
+    "broken": lambda pool: break_off(pool, Odd(1, 2)),
 }
 
 
@@ -561,7 +544,7 @@ def test_each_who_waits_gets_an_error_of_its_own(
         threads = [threading.Thread(target=waits, args=(ask,)) for ask in asks]
         for thread in threads:
             thread.start()
-        assert pool._scheduler.wait_until(lambda: len(refs) == len(asks), 10)
+        eventually(lambda: len(refs) == len(asks))
         end(pool)
         for thread in threads:
             thread.join(20)
@@ -619,6 +602,4 @@ def test_an_iterator_that_is_dropped_half_way(pool2: mpgrad.Pool) -> None:
     next(results)
     del results
     gc.collect()
-    assert pool2._scheduler.wait_until(
-        lambda: not pool2._scheduler.admissions.unfinished, timeout=30
-    )
+    eventually(lambda: not pool2.stats().operations)

@@ -14,7 +14,7 @@ import pytest
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtestloop() -> Iterator[None]:
-    from conftest import every_loss_gets  # pytest has imported it by now
+    from inside import every_loss_gets  # pytest has imported it by now
 
     with every_loss_gets(1.0):
         return (yield)  # type: ignore[misc]

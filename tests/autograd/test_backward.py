@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import PATIENCE, staffed
+from conftest import eventually, graphs_in, staffed
+from inside import handles
 
 import mpgrad
 import mpgrad.derivatives
@@ -205,34 +206,26 @@ def test_backward_from_several_threads(pool: mpgrad.Pool) -> None:
 
 def test_graphs_are_released_with_their_results(pool2: mpgrad.Pool) -> None:
     results = pool2.map(lambda x: x.exp(), leaves())
-    workers = pool2._scheduler.workers.values()
-    assert sum(len(worker.graphs) for worker in workers) >= 5
+    assert graphs_in(pool2) >= 5
     del results
     gc.collect()
-    deadline = time.monotonic() + PATIENCE
-    while any(worker.has_updates for worker in workers):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    before = sum(len(worker.graphs) for worker in workers)
+    eventually(lambda: not any(worker.has_updates for worker in handles(pool2)))
+    before = graphs_in(pool2)
     kept = pool2.map(lambda x: x.exp(), leaves(3))
-    assert sum(len(worker.graphs) for worker in workers) == before + 3
+    assert graphs_in(pool2) == before + 3
     del kept
 
 
 def test_graphs_are_released_in_a_worker_that_has_nothing_else_to_do(
     fresh_pool: mpgrad.Pool,
 ) -> None:
-    workers = staffed(fresh_pool)._scheduler.workers.values()
-    results = fresh_pool.map(
+    results = staffed(fresh_pool).map(
         lambda k: (time.sleep(0.05), torch.ones(2, requires_grad=True).exp())[1], range(2)
     )
-    assert [len(worker.graphs) for worker in workers] == [1, 1]
+    assert [worker.graphs for worker in fresh_pool.stats().workers] == [1, 1]
     del results
-    deadline = time.monotonic() + PATIENCE
-    while any(worker.graphs for worker in workers) and time.monotonic() < deadline:
-        # each of them goes to the same worker, and nothing to the other
-        fresh_pool.apply(abs, (-1,))
-    assert not any(worker.graphs for worker in workers)
+    # each call goes to the same worker, and nothing to the other
+    eventually(lambda: fresh_pool.apply(abs, (-1,)) and graphs_in(fresh_pool) == 0)
 
 
 def test_a_map_inside_a_custom_function(pool: mpgrad.Pool) -> None:
@@ -371,12 +364,13 @@ def test_a_failed_backward_keeps_nothing(fresh_pool: mpgrad.Pool) -> None:
     in_the_worker()
     in_a_hook()
     torch.ones(1, requires_grad=True).sum().backward()  # the engine lets go of the last error
-    deadline = time.monotonic() + PATIENCE
-    workers = fresh_pool._scheduler.workers.values()
-    while any(worker.graphs for worker in workers) and time.monotonic() < deadline:
+
+    def have_no_graphs() -> bool:
         gc.collect()
         fresh_pool.map(abs, range(8), chunksize=1)
-    assert [len(worker.graphs) for worker in workers] == [0, 0]
+        return graphs_in(fresh_pool) == 0
+
+    eventually(have_no_graphs)
     assert not any(ref() for ref in kept)
 
 

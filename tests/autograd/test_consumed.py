@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import first_are_quick, in_turn, staffed
+from conftest import eventually, first_are_quick, in_turn, staffed
+from inside import keeps_no_graphs
 
 import mpgrad
 
@@ -170,10 +171,9 @@ PARTIAL = "apart", "one of two", "with a common part"
 @pytest.mark.parametrize("case", CASES)
 def test_a_second_backward_finds_what_it_finds_serially(any_pool: mpgrad.Pool, case: str) -> None:
     fn, pick = CASES[case]
-    settings = any_pool._scheduler.settings
     # `docs/guarantees.md`: a graph that is made for each backward does not know what a partial one
     # has freed
-    works = settings.graph_bytes == 0 and case in PARTIAL
+    works = keeps_no_graphs(any_pool) and case in PARTIAL
     expected = second_backward(serial, fn, pick, keep=works)
     found = second_backward(lambda fn, xs: any_pool.map(fn, xs, 1), fn, pick)
     assert str(found) == str(expected)
@@ -437,11 +437,9 @@ def test_a_mistaken_backward_whose_worker_dies_before_it(
     loss.backward()
     once = x.grad.clone()
     dying = single.submit(dies_when, tmp_path)
-    (worker,) = single._scheduler.workers.values()
 
     def goes_when_it_is_sent() -> None:
-        while not worker.backwards_left:
-            time.sleep(0.002)
+        eventually(lambda: single.stats().backwards_left > 0)
         (tmp_path / "go").touch()
 
     thread = threading.Thread(target=goes_when_it_is_sent)

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import PATIENCE, every_loss_gets, first_are_quick, in_turn, staffed
+from conftest import PATIENCE, first_are_quick, in_turn, staffed
+from inside import every_loss_gets
 from test_auto import Clipped
 from torch.utils._pytree import tree_leaves
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import gc
 import importlib
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+from conftest import eventually, graphs_in
 from torch.autograd import gradcheck, gradgradcheck
 
 import mpgrad
@@ -196,30 +196,23 @@ def test_graphs_of_derivatives_are_released(fresh_pool: mpgrad.Pool) -> None:
     """One graph per call and order; each is gone from its worker's table when the parent's node
     is."""
 
-    def count() -> int:
-        return len(
-            fresh_pool.map(abs, range(8), chunksize=1)
-        ) and sum(  # releases go with the next message
-            len(worker.graphs) for worker in fresh_pool._scheduler.workers.values()
-        )
-
-    def settles_at(number: int) -> bool:
+    def settles_at(number: int) -> None:
         gc.collect()
-        deadline = time.monotonic() + 10
-        while count() != number and time.monotonic() < deadline:
-            pass
-        return count() == number
+        # releases go with the next message
+        eventually(
+            lambda: fresh_pool.map(abs, range(8), chunksize=1) and graphs_in(fresh_pool) == number
+        )
 
     items = ragged()
     results = fresh_pool.map(lambda x: x**4, items)
     gradients = torch.autograd.grad([r.sum() for r in results], items, create_graph=True)
-    assert settles_at(8)
+    settles_at(8)
     second = torch.autograd.grad([g.sum() for g in gradients], items, create_graph=True)
-    assert settles_at(12)
+    settles_at(12)
     del gradients, second
-    assert settles_at(4)
+    settles_at(4)
     del results
-    assert settles_at(0)
+    settles_at(0)
 
 
 class CubeOnce(torch.autograd.Function):

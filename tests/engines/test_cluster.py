@@ -27,7 +27,8 @@ import local_cluster
 import psutil
 import pytest
 import torch
-from conftest import alive, first_are_quick, gone, linux_only, passes_with
+from conftest import alive, eventually, first_are_quick, gone, linux_only, passes_with
+from inside import agents, avoided_nodes, cancel, in_scheduling_thread, keep_no_idle_memory, mirrors
 
 import mpgrad
 from mpgrad.cluster import agent
@@ -157,20 +158,15 @@ def test_captures_go_to_a_node_once(on_two_nodes: tuple[mpgrad.Pool, Any], tmp_p
 def test_mirrors_are_given_back(on_two_nodes: tuple[mpgrad.Pool, Any]) -> None:
     pool, _ = on_two_nodes
     pool.map(lambda x: x + 1, [torch.ones(5000) for _ in range(8)], 1)
-    agents = pool._scheduler.engine._agents  # type: ignore[attr-defined]
-    assert pool._scheduler.wait_until(
-        lambda: not any(each.lent for agent in agents for each in list(agent._slabs.values())), 10
-    )
-    pool._scheduler.memory.arena._most_idle = 0  # slabs go when nobody needs them
+    eventually(lambda: not any(each.lent for each in mirrors(pool)))
+    keep_no_idle_memory(pool)
     pool.map(torch.sum, [torch.ones(20_000_000) for _ in range(2)], 1)
 
     def is_small() -> bool:
         pool.map(abs, [-1] * 8, 1)
-        return all(len(agent._slabs) <= 1 for agent in agents)
+        return len(mirrors(pool)) <= 2
 
-    deadline = time.monotonic() + 20
-    while not is_small():
-        assert time.monotonic() < deadline
+    eventually(is_small)
 
 
 def test_what_lies_with_one_worker_is_carried_to_another(
@@ -266,10 +262,7 @@ def test_what_nobody_wants_any_more_is_left_out(fork_server: mpgrad.Pool, tmp_pa
             pool.map(fn, range(6), chunksize=3)
         assert pool.apply(abs, (-1,)) == 1  # through the same agent, which has been told by now
         (tmp_path / "go").touch()
-        workers = pool._scheduler.workers.values()
-        assert pool._scheduler.wait_until(
-            lambda: not any(worker.under_way for worker in workers), 20
-        )
+        eventually(lambda: all(worker.state == "idle" for worker in pool.stats().workers))
         assert {each.name for each in tmp_path.iterdir()} == {"0", "3", "go"}
 
 
@@ -304,7 +297,7 @@ def test_what_waits_behind_an_endless_call_goes_to_others(
         while not begun.exists():
             time.sleep(0.01)
         behind = pool.submit(abs, -1)
-        pool._scheduler.cancel_with_grace(future._operation)
+        cancel(pool, future)
         assert behind.result() == 1
         go.touch()
         kept.backward()  # waits for the worker
@@ -886,13 +879,6 @@ def test_nodes_join_and_leave(fork_server: mpgrad.Pool) -> None:
         assert pool.map(abs, range(-4, 0)) == [4, 3, 2, 1]
 
 
-def eventually(satisfied: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not satisfied():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 @pytest.mark.slow
 def test_workers_of_a_node_have_one_site(fork_server: mpgrad.Pool) -> None:
     """Each that came later had one of its own, to which captures travelled once more."""
@@ -900,7 +886,7 @@ def test_workers_of_a_node_have_one_site(fork_server: mpgrad.Pool) -> None:
         staffed(pool, 2)
         pool.resize(8)
         staffed(pool, 8)
-        assert sorted(len(agent.links) for agent in pool._scheduler.engine._agents) == [1, 1, 3, 3]  # type: ignore[attr-defined]
+        assert sorted(len(agent.links) for agent in agents(pool)) == [1, 1, 3, 3]
         pool.resize(1)
         eventually(lambda: len(transport.agents) == 1)
         assert pool.map(abs, range(-4, 0)) == [4, 3, 2, 1]
@@ -1021,8 +1007,7 @@ def test_a_node_with_another_version_joins(
     with cluster(Node("a", "alpha", 1)) as (pool, transport):
         pool.map(abs, [-1])
         transport.join(Node("b", "beta", 1))
-        engine: Any = pool._scheduler.engine
-        eventually(lambda: "b" in engine._avoided)
+        eventually(lambda: "b" in avoided_nodes(pool))
         assert pool.map(abs, range(-4, 0)) == [4, 3, 2, 1]
         assert {worker.node for worker in pool.stats().workers} == {"alpha"}
 
@@ -1036,7 +1021,7 @@ def test_a_busy_caller_is_no_silence(fork_server: mpgrad.Pool) -> None:
         for _ in range(3):  # a busy machine may stop an agent for that long
             deaths, weight.grad = pool.stats().deaths, None
             (result,) = pool.map(lambda x: (weight * x).sum(), [2.0])
-            pool._scheduler.post(lambda now: time.sleep(3))
+            in_scheduling_thread(pool, lambda: time.sleep(3))
             time.sleep(0.1)
             result.backward()
             assert torch.equal(weight.grad, torch.full((3,), 2.0))  # type: ignore[arg-type]

@@ -15,13 +15,13 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from conftest import first_are_quick
+from conftest import eventually, first_are_quick
+from inside import agents, handles, leave
 from test_cluster import (
     ONE_EACH,
     PATIENCE,
     chain,
     cluster,
-    eventually,
     grad_of,
     leaf,
     serial,
@@ -180,7 +180,7 @@ def test_a_long_call_that_took_its_node_along_is_blamed(
     with cluster(Node("a", "alpha", 1), processes=1, retries=1) as (pool, _):
         result = pool.map_async(last_one_kills, range(3), 3)
         while not result.ready():
-            for worker in list(pool._scheduler.workers.values()):
+            for worker in handles(pool):
                 chunk, (position, _) = worker.under_way.first, worker.under_way.begun()
                 calls = chunk.calls[max(0, position) : position + 1] if chunk is not None else []
                 if [call.index for _, call in calls] == [2]:
@@ -205,7 +205,7 @@ def test_graphs_of_chains_are_made_again_after_the_end(fork_server: mpgrad.Pool)
             xs += more
         del chains
         total = sum(each.sum() for each in results)
-        pool._scheduler.leave()
+        leave(pool)
         eventually(lambda: all(worker.state == "retiring" for worker in pool.stats().workers))
         transport.agents[0].process.kill()
         found = thread.submit(torch.autograd.grad, total, xs).result(PATIENCE)
@@ -227,7 +227,7 @@ def test_nobody_is_left_to_make_graphs_again(fork_server: mpgrad.Pool, tmp_path:
         first = [pool.submit(slow, x) for x in xs]
         total = sum(pool.submit(torch.sin, each).result().sum() for each in first)
         del first
-        pool._scheduler.leave()
+        leave(pool)
         eventually(lambda: all(worker.state == "retiring" for worker in pool.stats().workers))
         pids = [int(path.name.split()[0]) for path in tmp_path.iterdir()]
         slow_one = psutil.Process(pids[0])
@@ -288,7 +288,7 @@ def test_a_worker_that_was_refused_is_tried_again_there(
         cluster(Node("a", "alpha", 1), transport=Crowded, processes=1) as (pool, transport),
     ):
         staffed(pool, 1)
-        (agent,) = pool._scheduler.engine._agents  # type: ignore[attr-defined]
+        (agent,) = agents(pool)
         # it refuses for a moment, or for longer than this test takes
         agent.refusals = refusals
         agent.full_until = time.monotonic() + (0.5 if refusals == 1 else 100.0)

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 from conftest import first_are_quick, gone, linux_only, staffed
+from inside import handles, in_scheduling_thread
 
 import mpgrad
 from mpgrad.machine.under_way import Chunk
@@ -214,9 +215,9 @@ def test_a_worker_whose_calls_were_all_taken_back(fork_server: mpgrad.Pool, tmp_
     had not answered a message whose calls other workers had run, and so it was killed."""
     with mpgrad.Pool(1, opens, (str(tmp_path),)) as pool:
         pool.map(writes, range(ITEMS))
-        scheduler = pool._scheduler
-        (worker,) = scheduler.workers.values()
-        scheduler.post(lambda now: worker.under_way.add(-1, Chunk(None, [], [], None, None), now))
+        (worker,) = handles(pool)
+        chunk = Chunk(None, [], [], None, None)
+        in_scheduling_thread(pool, lambda: worker.under_way.add(-1, chunk, time.monotonic()))
         while not worker.under_way:
             time.sleep(0.002)
     assert lines_in(tmp_path) == ALL
@@ -241,7 +242,7 @@ def test_a_worker_that_loads_a_function_is_not_waited_for(fork_server: mpgrad.Po
     idle when other workers had run its calls."""
     with mpgrad.Pool(1) as pool:
         staffed(pool).submit(Loading())
-        (worker,) = pool._scheduler.workers.values()
+        (worker,) = handles(pool)
         while not worker.under_way or worker.under_way.progress.started is not None:
             time.sleep(0.002)
         for chunk in worker.under_way.chunks.values():

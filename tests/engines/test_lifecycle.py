@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from conftest import alive, gone, linux_only, shared_memory_files, staffed
+from conftest import alive, eventually, gone, linux_only, shared_memory_files, staffed
 
 import mpgrad
 import mpgrad.scheduling.dispatcher
@@ -294,7 +294,7 @@ def test_a_replaced_worker_stays_while_it_keeps_graphs(fork_server: mpgrad.Pool)
         del results
         gc.collect()
         pool.map(abs, range(3))
-        assert pool._scheduler.wait_until(lambda: len(pool._scheduler.workers) == 1, timeout=30)
+        eventually(lambda: len(pool.stats().workers) == 1)
 
 
 def test_an_idle_pool_uses_no_cpu(fresh_pool: mpgrad.Pool) -> None:

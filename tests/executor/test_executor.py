@@ -25,7 +25,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import every_loss_gets, first_are_quick, gone, said_by
+from conftest import first_are_quick, gone, said_by
+from inside import every_loss_gets, scheduler_of
 
 import mpgrad
 from mpgrad.scheduling import dispatcher
@@ -543,7 +544,7 @@ def test_a_shutdown_that_waits_before_the_workers_retire(monkeypatch: pytest.Mon
     executor = mpgrad.Executor(1)
     leaf = torch.ones((), requires_grad=True)
     result = executor.submit(torch.exp, leaf).result()
-    scheduler, make, waits = executor._pool._scheduler, dispatcher.Waiter, threading.Event()
+    scheduler, make, waits = scheduler_of(executor), dispatcher.Waiter, threading.Event()
 
     def note() -> None:
         waits.set()

@@ -30,7 +30,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import linux_only, said_by
+from conftest import eventually, linux_only, said_by
+from inside import is_refused_workers, sleeps_soundly
 
 import mpgrad
 from mpgrad.errors import SharedMemoryError
@@ -151,8 +152,7 @@ def test_a_child_of_the_caller_that_becomes_a_daemon(
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
     # then it is woken when there is something to give back
-    while not fresh_pool._scheduler._sleeping_soundly:
-        time.sleep(0.01)
+    eventually(lambda: sleeps_soundly(fresh_pool))
     children = [
         become(tmp_path / "of_caller", results),
         fresh_pool.apply(lambda tensor: become(tmp_path / "of_worker", [tensor]), (results[0],)),
@@ -449,8 +449,7 @@ def test_a_pool_without_workers_for_a_moment(
             time.sleep(1e-3)
         no_descriptors()
         os.symlink("/", go)  # takes no descriptor
-        while pool._scheduler.supervisor._refused_since is None:
-            time.sleep(1e-3)
+        eventually(lambda: is_refused_workers(pool))
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         assert result.get(PATIENCE) == [1, 2]
 

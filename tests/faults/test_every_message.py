@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import every_loss_gets
+from inside import every_loss_gets, workers_begun
 
 import mpgrad
 from mpgrad.scheduling.deliveries import Deliveries
@@ -140,8 +140,7 @@ def run_with(killer: Killer, fatal: Sequence[int]) -> list[Tensor]:
 
 def replaced(pool: mpgrad.Pool) -> int:
     """How many workers have died so far and been noticed."""
-    newest: int = pool._scheduler.supervisor._newest
-    return newest - pool.processes
+    return workers_begun(pool) - pool.processes
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,8 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from conftest import PATIENCE
+from conftest import PATIENCE, eventually
+from inside import in_scheduling_thread, waiting_threads
 
 import mpgrad
 from mpgrad.calls.operations import Operation
@@ -349,7 +350,7 @@ def test_a_worker_that_dies_in_forward(fresh_pool: mpgrad.Pool, how: str, text: 
         fresh_pool.map(lambda k: die(how) if k == 3 else time.sleep(0.01), range(20))
     assert (caught.value.item, caught.value.phase) == (3, "forward")
     works(fresh_pool)
-    assert len(fresh_pool._scheduler.workers) == 2
+    eventually(lambda: len(fresh_pool.stats().workers) == 2)
 
 
 @pytest.mark.parametrize(("how", "text"), [DEATHS[1], DEATHS[2]])
@@ -380,7 +381,7 @@ def test_without_retries_what_is_lost_raises(fork_server: mpgrad.Pool) -> None:
         made = pool.map(lambda k: (os.getpid(), x * k * weight), range(8), 1)
         results = [result for _, result in made]
         os.kill(made[0][0], signal.SIGKILL)
-        assert pool._scheduler.wait_until(lambda: pool.stats().deaths == 1, timeout=PATIENCE)
+        eventually(lambda: pool.stats().deaths == 1)
         for _ in range(2):
             with pytest.raises(
                 mpgrad.WorkerDiedError, match=r"phase: backward.*the graph .* was lost with it"
@@ -456,7 +457,7 @@ def interrupted(pool: mpgrad.Pool, work: Callable[[], object]) -> None:
     main, was_raised = threading.main_thread().ident or 0, threading.Event()
 
     def interrupt() -> None:
-        while not pool._scheduler._waiters:
+        while not waiting_threads(pool):
             time.sleep(2e-3)
         signal.pthread_kill(main, signal.SIGINT)
         # it came when the thread was about to block: Python looks again at the next signal only
@@ -537,7 +538,7 @@ def test_one_thread_at_a_time_answers_what_came_too_late(
     ends.start()
     assert entered.wait(PATIENCE)
     late = threading.Event()
-    other = threading.Thread(target=pool._scheduler.post, args=(lambda now: late.set(),))
+    other = threading.Thread(target=in_scheduling_thread, args=(pool, late.set))
     other.start()
     other.join(30)  # it waits for nobody
     assert not other.is_alive()

@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import PATIENCE, first_are_quick, staffed
+from inside import cancel_all, interrupt_next_order, let_it_hear, waiting_threads
 
 import mpgrad
 from mpgrad.collector import collector_held
@@ -154,7 +155,7 @@ def has_no_frames_of_ours(error: BaseException) -> None:
 
 
 def somebody_waits(pool: mpgrad.Pool) -> bool:
-    return bool(pool._scheduler._waiters)  # type: ignore[attr-defined]
+    return waiting_threads(pool) > 0
 
 
 def assert_at_full_strength(pool: mpgrad.Pool, folder: Path) -> None:
@@ -163,13 +164,6 @@ def assert_at_full_strength(pool: mpgrad.Pool, folder: Path) -> None:
     started = time.monotonic()
     assert pool.map(functools.partial(meet, folder), range(2), 1) == [True, True]
     assert time.monotonic() - started < SOON
-
-
-def let_it_hear(pool: mpgrad.Pool) -> None:
-    """What was cancelled before is, when this returns."""
-    heard = threading.Event()
-    pool._scheduler.post(lambda now: heard.set())
-    heard.wait()
 
 
 def leaves(count: int) -> list[Tensor]:
@@ -448,7 +442,7 @@ def test_what_was_given_to_other_calls_is_not_cancelled_once_it_is_there(
     (tmp_path / "go").touch()
     (given if taken else first).result()
     del given
-    fresh_pool._scheduler.post(lambda now: None)  # it is cancelled before
+    let_it_hear(fresh_pool)  # it is cancelled before
     (tmp_path / "end").touch()
     second.result().sum().backward()
     assert x.grad is not None and x.grad.tolist() == [3, 3]
@@ -606,11 +600,7 @@ def test_a_map_of_another_thread(fresh_pool: mpgrad.Pool, tmp_path: Path) -> Non
     thread = threading.Thread(target=lambda: found.extend(fresh_pool.map(slow, xs, 1)))
     stuck = fresh_pool.map_async(functools.partial(begin, tmp_path, sleeps), [1])
     wait_for(lambda: count(tmp_path, "begun") == 1)
-    with interrupted(
-        lambda: (
-            count(tmp_path, "slow") == 1 and len(fresh_pool._scheduler._waiters) == 2  # type: ignore[attr-defined]
-        )
-    ):
+    with interrupted(lambda: count(tmp_path, "slow") == 1 and waiting_threads(fresh_pool) == 2):
         thread.start()
         stuck.get()
     del stuck
@@ -824,20 +814,11 @@ def test_a_terminal_interrupts_the_whole_group() -> None:
 def test_a_second_interrupt_while_the_first_one_cancels(
     fresh_pool: mpgrad.Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str, phase: str
 ) -> None:
-    scheduler = fresh_pool._scheduler
-    post = scheduler.post
-
-    def interrupted_again(order: Callable[[], None]) -> None:
-        monkeypatch.undo()
-        if when == "after":
-            post(order)
-        raise KeyboardInterrupt
-
     busy = functools.partial(wait_for, (tmp_path / "go").exists)
     x = torch.ones(2, requires_grad=True)
     result = fresh_pool.apply(functools.partial(stuck_in_backward, tmp_path, busy), (x,))
     with interrupted(lambda: count(tmp_path, "begun") > 0):
-        monkeypatch.setattr(scheduler, "post", interrupted_again)
+        interrupt_next_order(monkeypatch, fresh_pool, is_told=when == "after")
         if phase == "forward":
             fresh_pool.map(functools.partial(begin, tmp_path, busy), range(2), 1)
         else:
@@ -855,14 +836,11 @@ def test_an_iterator_adds_a_call_after_all_were_cancelled(
 ) -> None:
     """As where one thread iterates while another one leaves the executor's `with` by an
     interrupt."""
-    scheduler = fresh_pool._scheduler
 
     def source() -> Iterator[int]:
         yield 0
-        cancelled = threading.Event()
-        scheduler.cancel_all_with_grace()
-        scheduler.post(lambda now: cancelled.set())
-        assert cancelled.wait(PATIENCE)
+        cancel_all(fresh_pool)
+        let_it_hear(fresh_pool)
         yield 1
 
     results = (fresh_pool.imap if ordered else fresh_pool.imap_unordered)(abs, source())

@@ -24,7 +24,8 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from conftest import PATIENCE, gone, linux_only, staffed
+from conftest import PATIENCE, eventually, gone, graphs_in, linux_only, staffed
+from inside import handles
 
 import mpgrad
 from mpgrad.system import PORTABLE
@@ -384,9 +385,7 @@ def test_many_maps_whose_graphs_are_all_held(fresh_pool: mpgrad.Pool) -> None:
     del results
     gc.collect()
     fresh_pool.map(abs, range(4), 1)
-    assert fresh_pool._scheduler.wait_until(
-        lambda: not any(w.graphs for w in fresh_pool._scheduler.workers.values()), PATIENCE
-    )
+    eventually(lambda: graphs_in(fresh_pool) == 0)
 
 
 @pytest.mark.parametrize("with_graphs", [False, True], ids=["values", "graphs"])
@@ -490,19 +489,14 @@ def test_a_source_without_end(fresh_pool: mpgrad.Pool) -> None:
 
 
 def test_workers_begin_before_the_source_has_filled_the_window(pool2: mpgrad.Pool) -> None:
-    begun = []
+    done = pool2.stats().calls
 
     def source() -> Iterator[int]:
         yield os.getpid()
-        begun.append(
-            pool2._scheduler.wait_until(
-                lambda: bool(pool2._scheduler.admissions.unfinished), PATIENCE
-            )
-        )
+        eventually(lambda: pool2.stats().calls > done)
         yield 1
 
     assert len(list(pool2.imap(abs, source()))) == 2
-    assert begun == [True]
 
 
 def test_what_nobody_wants_any_more_is_not_begun(fork_server: mpgrad.Pool, tmp_path: Path) -> None:
@@ -519,11 +513,11 @@ def test_what_nobody_wants_any_more_is_not_begun(fork_server: mpgrad.Pool, tmp_p
         unwanted = pool.imap(note, range(8))
         while not (folder / "begun 0").exists():
             time.sleep(1e-3)
-        (worker,) = pool._scheduler.workers.values()
+        (worker,) = handles(pool)
         given = sum(len(chunk.calls) for chunk in worker.under_way.chunks.values())
         del unwanted
         gc.collect()
-        assert pool._scheduler.wait_until(lambda: not pool._scheduler.admissions.unfinished, 20)
+        eventually(lambda: not pool.stats().operations)
         (folder / "go").touch()
         works(pool)
         return given, {path.name for path in folder.glob("begun ?")}

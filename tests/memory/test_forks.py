@@ -13,14 +13,14 @@ import os
 import pickle
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import PATIENCE, linux_only, open_descriptors
+from conftest import eventually, linux_only, open_descriptors
+from inside import borrowed_by
 
 import mpgrad
 from mpgrad.memory import arena as arenas
@@ -299,16 +299,12 @@ def test_memory_is_given_back_when_the_child_has_ended() -> None:
 
 @linux_only("private mappings")
 def test_memory_of_an_idle_pool_is_given_back_when_the_child_has_ended(pool2: mpgrad.Pool) -> None:
-    memory = pool2._scheduler.memory
     results = pool2.map(full, range(3))
-    addresses = {address for address, _ in memory.foreign_slabs._views}
+    addresses = borrowed_by(pool2)
     child = Child(lambda: numbers(results))
     results.clear()
     child.ask()
-    deadline = time.monotonic() + PATIENCE
-    while addresses & {address for address, _ in memory.foreign_slabs._views}:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    eventually(lambda: not addresses & borrowed_by(pool2))
 
 
 @linux_only("private mappings")

@@ -68,6 +68,16 @@ def test_the_workers_folder_refuses_a_second_name() -> None:
     assert "this package is mpgrad.workers (imported as: 'workers')" in done.stderr
 
 
+@pytest.mark.quick
+def test_tests_reach_into_a_pool_through_one_adapter() -> None:
+    """If a pool changes inside, only `tests/inside.py` changes."""
+    files = (ROOT / "tests").rglob("*.py")
+    found = {
+        each.name for each in files if re.search(r"\._(scheduler|submitter)\b", each.read_text())
+    }
+    assert found == {"inside.py"}
+
+
 def nodes_that_run(node: ast.AST) -> Iterator[ast.AST]:
     """`node` and all below it, except what only type checkers read."""
     yield node

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import PATIENCE, first_are_quick, staffed
+from inside import bundle, measured, pretend_seconds_of_calls, pretend_seconds_of_items
 
 import mpgrad
 from mpgrad.calls import operations
-from mpgrad.calls.packing import pickled_function
 from mpgrad.machine.deaths import Death
 from mpgrad.machine.policy import MOST_BUNDLED, NEAR
 from mpgrad.machine.queue import SORTED, CallQueue
@@ -228,8 +228,8 @@ def test_of_many_calls_the_last_ones(
 ) -> None:
     """So that what goes wrong with the first ones is known soon."""
     # all are packed before a worker hears of one
-    monkeypatch.setattr(pool._scheduler.functions, "own_seconds", lambda pickled: 0.0)
-    monkeypatch.setattr(pool._submitter.feeder, "_bundle_size", lambda operation, total: 1)
+    pretend_seconds_of_items(monkeypatch, 0.0)
+    bundle(monkeypatch, 1)
     count, last = 60, 2 * SORTED
     pool.map(noted, numbered(range(100, 100 * (count + 1), 100)))
     begun = list(noted.begun().values())
@@ -251,7 +251,7 @@ def test_long_calls_go_together_if_nobody_wants_one_first(
     items = numbered([100] * 40)
     # A busy machine may stop a call, which then seems to take longer. Its result leaves early, so
     # that answers are not counted here.
-    monkeypatch.setattr(pool._scheduler.functions, "seconds", lambda function, unknown: 12e-3)
+    pretend_seconds_of_calls(monkeypatch, 12e-3)
     before = pool.stats().frames_sent
     match way:
         case "map":
@@ -339,7 +339,7 @@ def test_after_a_failure_the_first_items_come_first(pool: mpgrad.Pool, noted: No
     raise AssertionError("a failure ends nothing")
 
 
-def test_the_smallest_calls_which_come_last_do_not_pass_for_all(pool: mpgrad.Pool) -> None:
+def test_the_smallest_calls_which_come_last_do_not_pass_for_all(fork_server: mpgrad.Pool) -> None:
     """What is known of a function after a map is the mean of its calls."""
 
     def sleeps(x: torch.Tensor) -> float:
@@ -348,10 +348,11 @@ def test_the_smallest_calls_which_come_last_do_not_pass_for_all(pool: mpgrad.Poo
         return time.perf_counter() - begin
 
     items = [torch.ones(length) for length in (20, 20, 1, 2, 3, 4, 5, 6, 7, 8)]
-    for _ in range(2):
-        mean = sum(pool.map(sleeps, items, chunksize=1)) / 10
-        seconds = pool._scheduler.functions.own_seconds(pickled_function(sleeps).pickled)
-        assert seconds is not None and 0.7 < seconds / mean < 1.8
+    with mpgrad.Pool(2) as pool:
+        for _ in range(2):
+            mean = sum(pool.map(sleeps, items, chunksize=1)) / 10
+            (known,) = measured(pool)
+            assert 0.7 < known.own_seconds / mean < 1.8
 
 
 def test_nothing_is_learned_from_failures(fork_server: mpgrad.Pool) -> None:
@@ -364,10 +365,10 @@ def test_nothing_is_learned_from_failures(fork_server: mpgrad.Pool) -> None:
     with mpgrad.Pool(1) as pool:
         for chunksize in (1, 4):
             pool.map(simulate, [1, 1, 1, 1], chunksize=chunksize, on_error="return")
-        assert not pool._scheduler.functions._measured
+        assert not measured(pool)
         pool.map(simulate, [0, 1, 1, 1] * 4, chunksize=4, on_error="return")
-        (measured,) = pool._scheduler.functions._measured.values()
-        assert measured.own_seconds >= 0.002 <= measured.seconds
+        (known,) = measured(pool)
+        assert known.own_seconds >= 0.002 <= known.seconds
 
 
 class Watched(collections.deque[Any]):

@@ -23,11 +23,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import PATIENCE, every_loss_gets, first_are_quick, staffed
+from conftest import PATIENCE, first_are_quick, staffed
+from inside import bundle, every_loss_gets, packed_bundles
 
 import mpgrad
-from mpgrad.calls import packing
-from mpgrad.calls.operations import Operation
 from mpgrad.machine.policy import (
     FAR,
     NEAR,
@@ -36,7 +35,6 @@ from mpgrad.machine.policy import (
     guided_size,
     workers_worth_feeding,
 )
-from mpgrad.submission.submitter import Feeder
 from mpgrad.wire.tensor_refs import BUCKETED_BYTES
 
 Tensor = torch.Tensor
@@ -52,10 +50,7 @@ ENGINES: list[dict[str, Any]] = [{}, {"engine": "thread"}, {"engine": "inline"}]
 
 @pytest.fixture(autouse=True)
 def bundles(monkeypatch: pytest.MonkeyPatch) -> None:
-    def size(pool: mpgrad.Pool, operation: Operation, total: int | None) -> int | None:
-        return 1 if total is None else SIZE
-
-    monkeypatch.setattr(Feeder, "_bundle_size", size)
+    bundle(monkeypatch, SIZE)
 
 
 OPTIONS: list[dict[str, Any]] = [{"graphs": "keep"}, {}, {"engine": "thread"}, {"engine": "inline"}]
@@ -171,13 +166,7 @@ def test_maps_in_the_background(pool: mpgrad.Pool, function: Callable[[Tensor], 
 def test_a_map_in_the_background_goes_in_bundles(
     pool2: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    packed: list[int] = []
-
-    def pack_bundle(how: Any, index: int, calls: Sequence[Any], *others: Any) -> Any:
-        packed.append(len(calls))
-        return packing.pack_bundle(how, index, calls, *others)
-
-    monkeypatch.setattr("mpgrad.submission.submitter.pack_bundle", pack_bundle)
+    packed = packed_bundles(monkeypatch)
     xs = leaves()
     result = pool2.map_async(loss, xs)
     with torch.no_grad():
@@ -1048,14 +1037,7 @@ def numbered(count: int) -> list[Tensor]:
 @pytest.fixture
 def packed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The sizes of the bundles that a test packs."""
-    sizes: list[int] = []
-
-    def pack_bundle(how: Any, index: int, calls: Sequence[Any], *others: Any) -> Any:
-        sizes.append(len(calls))
-        return packing.pack_bundle(how, index, calls, *others)
-
-    monkeypatch.setattr("mpgrad.submission.submitter.pack_bundle", pack_bundle)
-    return sizes
+    return packed_bundles(monkeypatch)
 
 
 def test_a_bar_takes_nothing_apart(

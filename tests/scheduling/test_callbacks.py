@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import eventually
+from inside import in_scheduling_thread, patience_with_callbacks
 
 import mpgrad
 from mpgrad.callbacks import PATIENCE as OF_CALLERS
-from mpgrad.callbacks import CallbackThread, report
+from mpgrad.callbacks import report
 
 PATIENCE = 50.0  # seconds
 SHORT = 20.0  # seconds, of which a held lock or a slow callback may take a part
@@ -39,7 +41,7 @@ def logs(k: int) -> int:
 @pytest.fixture
 def impatient(fork_server: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Callers wait for the callbacks thread only as long as outside of tests."""
-    monkeypatch.setattr(CallbackThread.catch_up, "__defaults__", (OF_CALLERS,))
+    patience_with_callbacks(monkeypatch, OF_CALLERS)
 
 
 class LockedStream(io.StringIO):
@@ -83,7 +85,7 @@ def test_an_interrupt_while_the_stream_is_waited_for(
     def interrupts(*_: object) -> None:
         raise Interrupt
 
-    monkeypatch.setattr("mpgrad.callbacks.CallbackThread.catch_up.__defaults__", (PATIENCE,))
+    patience_with_callbacks(monkeypatch, PATIENCE)
     stream = LockedStream()
     monkeypatch.setattr(sys, "stdout", stream)
     result = fresh_pool.map_async(prints, [1])
@@ -284,15 +286,14 @@ def test_a_finalizer_in_the_scheduling_thread_that_waits_for_the_pool(
     fresh_pool: mpgrad.Pool,
 ) -> None:
     found: list[str] = []
-    scheduler = fresh_pool._scheduler
 
-    def waits(now: float) -> None:
+    def waits() -> None:
         try:
-            scheduler.wait_until(lambda: False)
+            fresh_pool.synchronize()
         except RuntimeError as error:
             found.append(str(error))
 
-    scheduler.post(waits)
+    in_scheduling_thread(fresh_pool, waits)
     fresh_pool.synchronize()
     assert found == [
         "a finalizer that Python runs in the pool's own thread cannot wait for the pool"
@@ -356,7 +357,7 @@ def test_finished_operations_are_forgotten(pool: mpgrad.Pool) -> None:
     for _ in range(10):
         assert len(list(pool.imap(abs, range(17)))) == 17
         assert pool.map(abs, slow_source_of(4)) == [0, 1, 2, 3]
-    assert pool._scheduler.wait_until(lambda: not pool._scheduler.admissions.unfinished, timeout=30)
+    eventually(lambda: not pool.stats().operations)
 
 
 def slow_source_of(count: int) -> Iterator[int]:

@@ -14,11 +14,17 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import every_loss_gets, first_are_quick, staffed
+from conftest import first_are_quick, staffed
+from inside import (
+    before_ends_are_told,
+    bundle,
+    every_loss_gets,
+    packed_windows,
+    pretend_seconds_of_items,
+)
 
 import mpgrad
 from mpgrad import PoolStats
-from mpgrad.calls.operations import Operation
 from mpgrad.machine.timing import LEAST
 
 pytestmark = pytest.mark.quick
@@ -105,16 +111,9 @@ def test_how_many_items_are_packed_before_the_workers_hear_of_them(
     pool: mpgrad.Pool, monkeypatch: pytest.MonkeyPatch, case: tuple[float | None, list[int]]
 ) -> None:
     seconds, packed = case
-    found: list[int] = []
-    admit = pool._scheduler.admit
-
-    def noted(operation: Operation, waits: bool = False) -> None:
-        found.append(operation.items)
-        admit(operation, waits)
-
-    monkeypatch.setattr(pool._scheduler, "admit", noted)
-    monkeypatch.setattr(pool._scheduler.functions, "own_seconds", lambda pickled: seconds)
-    monkeypatch.setattr(pool._submitter.feeder, "_bundle_size", lambda operation, total: 1)
+    found = packed_windows(monkeypatch, pool)
+    pretend_seconds_of_items(monkeypatch, seconds)
+    bundle(monkeypatch, 1)
     xs = [torch.ones(3) for _ in range(1000)]
     assert all(torch.equal(y, x * 2) for x, y in zip(xs, pool.map(double, xs), strict=True))
     assert found == packed
@@ -244,19 +243,12 @@ def test_whoever_has_a_result_finds_it_in_the_figures(
 ) -> None:
     """They are right as soon as the last outcome is there, not an instant later."""
     at_once: list[PoolStats] = []
-    tell_if_finished = Operation.tell_if_finished
-
-    def look_first(operation: Operation) -> None:  # in the scheduling thread
-        if operation.finished:
-            at_once.append(pool.stats())
-        tell_if_finished(operation)
-
     # 8 MB, so that whole pages show it where nothing finer is counted
     x = torch.ones(2_000_000, requires_grad=True)
     with mpgrad.Pool(1, graphs="keep", graph_memory="1 GiB") as pool:
         y = pool.map(keeps_as_much, [x], 1)
         before = pool.stats()
-        monkeypatch.setattr(Operation, "tell_if_finished", look_first)
+        before_ends_are_told(monkeypatch, lambda: at_once.append(pool.stats()))
         z = pool.map(keeps_as_much, [x], 1)
         found, later = at_once[0], pool.stats()
         assert (found.operations, found.calls_left, found.calls) == (0, 0, 2)

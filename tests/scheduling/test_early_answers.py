@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import linux_only
+from inside import cancel_by_force, handles, in_scheduling_thread
 
 import mpgrad
 from mpgrad.machine.policy import SEEN, ChunkSeconds
@@ -389,19 +390,19 @@ def test_a_call_that_has_just_begun_is_cancelled_by_force(
         for _ in range(20):  # calls that are known to be short are sent behind one another
             pool.submit(acts, "ends").result()
         before, hangs = pool.submit(acts, "waits"), pool.submit(acts, "hangs")
-        (worker,) = pool._scheduler.workers.values()
+        (worker,) = handles(pool)
         while len(worker.under_way.chunks) < 2:
             time.sleep(0.002)
         number, chunk = list(worker.under_way.chunks.items())[1]
 
-        def cancels_before_it_reads(now: float) -> None:
+        def cancels_before_it_reads() -> None:
             go.touch()
             while (worker.under_way.progress.at() or (-1, -1))[0] != number:
                 time.sleep(0.002)
-            pool._scheduler.cancelling.kill(chunk.operation, now)
+            cancel_by_force(pool, chunk.operation)
             done.set()
 
-        pool._scheduler.post(cancels_before_it_reads)
+        in_scheduling_thread(pool, cancels_before_it_reads)
         assert done.wait(50)
         before.result()
         with pytest.raises(concurrent.futures.CancelledError):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from conftest import every_loss_gets
+from inside import every_loss_gets
 from torch import Tensor
 
 import mpgrad

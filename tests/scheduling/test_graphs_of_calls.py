@@ -18,7 +18,8 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from conftest import every_loss_gets, first_are_quick
+from conftest import first_are_quick
+from inside import every_loss_gets
 from torch import Tensor
 
 import mpgrad

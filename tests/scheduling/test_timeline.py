@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import every_loss_gets
+from inside import every_loss_gets, held_orders, recorded_in_worker
 
 import mpgrad
 from mpgrad.errors import PoolClosedError
@@ -290,14 +290,11 @@ def test_a_pool_that_ends_within_the_block(
 def test_calls_that_are_sent_before_the_workers_hear_of_it(fork_server: mpgrad.Pool) -> None:
     """They are not recorded: nobody would say when they ended."""
     with mpgrad.Pool(1) as pool:
-        post, held = pool._scheduler.post, []
-        pool._scheduler.post = held.append  # type: ignore[method-assign, assignment]
         timeline = pool.timeline()
-        timeline.__enter__()
-        pool._scheduler.post = post  # type: ignore[method-assign]
+        with held_orders(pool) as let_go:
+            timeline.__enter__()
         differentiated(pool, leaves(3), chunksize=1)
-        for each in held:
-            post(each)
+        let_go()
         differentiated(pool, leaves(2), chunksize=1)
         timeline.__exit__(None, None, None)
     check(timeline.events)
@@ -361,16 +358,11 @@ def test_each_thread_of_the_caller_has_a_track(pool2: mpgrad.Pool) -> None:
 @pytest.mark.quick
 def test_off_nothing_of_it_is_left_in_a_worker(fork_server: mpgrad.Pool) -> None:
     with mpgrad.Pool(1, engine="inline") as pool:
-        worker = pool._scheduler.engine._worker  # type: ignore[attr-defined]
-
-        def kept() -> tuple[Any, ...]:
-            return worker._records, worker._runner.spans
-
-        before = kept()
+        before = recorded_in_worker(pool)
         with pool.timeline():
             differentiated(pool, leaves(2))
-            assert kept() == (True, None)
-        assert kept() == before == (False, None)
+            assert recorded_in_worker(pool) == (True, None)
+        assert recorded_in_worker(pool) == before == (False, None)
 
 
 # --- the trace of a recording made by hand

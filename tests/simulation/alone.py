@@ -33,7 +33,7 @@ if __name__ == "__main__":
     sys.modules["mpgrad"] = types.ModuleType("mpgrad")
     sys.modules["mpgrad"].__path__ = [str(Path(__file__).parents[2] / "mpgrad")]
 
-from mpgrad.machine.deaths import IDLE_DEATHS, Limits, death_of, failing, judged, successor
+from mpgrad.machine.deaths import IDLE_DEATHS, SOME, Limits, death_of, failing, judged, successor
 from mpgrad.machine.policy import NEAR, SEEN
 from mpgrad.machine.queue import Backlog, CallQueue
 from mpgrad.machine.story import LOST, Story
@@ -52,6 +52,8 @@ TIMEOUT = 0.3
 # seconds by which the driver may be late, because other things kept it
 SLOW = (1e-6, 1e-4, 3e-3)
 LATE = 20e-3
+# operations with deadlines that nobody holds any more, in some histories
+GONE = 150
 MOST_TURNS = 10_000
 MOST_STEPS = 200
 
@@ -218,7 +220,12 @@ class Worker:
     def __init__(self, world: World, number: int) -> None:
         self.world, self.number = world, number
         self.under_way = SentChunks()
-        self.under_way.progress = self.record = Record(self)
+        self.record = Record(self)
+        # Some records cannot be mapped. Then the caller does not know which call runs. It takes
+        # none back, so calls behind one that hangs would stay with a worker that retires.
+        may_retire = world.can_kill and not world.recoverable
+        self.is_seen = world.is_far or may_retire or world.rng.random() < 0.95
+        self.under_way.progress = self.record if self.is_seen else None
         self.link = Link(self)
         self.backlog = Backlog()
         # whether it keeps graphs that are not cancelled
@@ -236,6 +243,9 @@ class Worker:
         # what it truly runs, and since when; infinite while it loads the function
         self.running: Part | None = None
         self.began = world.now
+        self.loads_since = math.inf
+        # whether it is ended because an answer of its could not be read
+        self.is_garbled = False
         self.at, self._steps = world.now, self._run()
 
     @property
@@ -297,9 +307,9 @@ class Worker:
             if self.loads:
                 _, before, place, _ = record.notes[-1]
                 record.note(now, before, place, None)
-                self.began = math.inf
+                self.began, self.loads_since = math.inf, now
                 yield now + self.loads
-                now, self.loads = self.at, 0.0
+                now, self.loads, self.loads_since = self.at, 0.0, math.inf
                 record.note(now, before, place, now)
             done: list[Part] = []
             for position, part in enumerate(parts):
@@ -399,6 +409,9 @@ class World:
             self.queue.join(operation, calls)
             if operation.deadline < math.inf:
                 self.limits.deadlines.put(operation.deadline, operation)
+        for _ in range(GONE if self.rng.random() < 0.1 else 0):
+            self.limits.deadlines.put(self.rng.random(), Operation(self.rng, self.can_kill))
+        assert len(self.limits.deadlines.heap) <= SOME, "deadlines of what is gone are kept"
         for _ in range(MOST_TURNS):
             self._turn()
             if self._has_ended():
@@ -521,6 +534,13 @@ class World:
             _, number, done, more = worker.answers.popleft()
             under_way = worker.under_way
             chunk = under_way.chunks[number] if more else under_way.take(number, self.now)
+            if self.can_kill and not more and self.rng.random() < 0.003:
+                # The answer cannot be read to its end.
+                under_way.put_back(number, chunk)
+                assert under_way.first is chunk, "what was not answered after all is not the first"
+                worker.is_garbled = True
+                self._lose(worker, blames=True)
+                return
             expected = chunk.parts[: len(done)]
             assert done == expected, "a call was taken back, and has run all the same"
             for part in done:
@@ -571,11 +591,13 @@ class World:
             verdict = judged(worker, death, self.retries, self.timeout_retries, self.now)
             if verdict is not None:
                 accused = verdict.accused
+                if worker.is_garbled or not worker.is_seen:
+                    accused.fate = "dies"
                 assert accused.fate == "dies" or not accused.deaths, "the wrong call is blamed"
-                late = accused.seconds >= TIMEOUT or accused.outcome
+                late = accused.seconds >= TIMEOUT or accused.outcome or not worker.is_seen
                 assert late or not accused.timeouts, "the wrong call is late"
                 is_suspected = [each.idle_deaths for each in death.chunks[0].parts] != before
-                if worker.termination is None:
+                if worker.termination is None and worker.is_seen and not worker.is_garbled:
                     ran = accused is worker.running
                     assert is_suspected != ran, "a call that was next is more than suspected"
                 most = max(self.retries, IDLE_DEATHS)
@@ -656,13 +678,14 @@ class World:
 
     def _is_sure(self, worker: Worker) -> bool:
         """Whether the caller must know what the worker does, because it began long enough ago."""
-        return not self.is_far and worker.began < self.now - 3 * self.unseen
+        began = min(worker.began, worker.loads_since)
+        return began < self.now - 3 * self.unseen and worker.is_seen and not self.is_far
 
     def _check_terminated(self, worker: Worker, now: float) -> None:
         assert self.can_kill, "a worker is ended that cannot be"
         assert not worker.has_answered, "a worker is ended, and its answer was not read"
         since = max(worker.under_way.since, worker.began)
-        if worker.began == math.inf or self._is_sure(worker):
+        if (worker.began == math.inf and worker.is_seen) or self._is_sure(worker):
             assert now - since >= TIMEOUT - 1e-6, "a call is ended before its time"
 
     def _check_killed(self, worker: Worker, now: float) -> None:
@@ -699,11 +722,12 @@ class World:
                 soon = late if self.is_far else look - 2 * self.unseen
                 assert soon <= since + first.timeout, "a time limit is forgotten"
             cancelled_at = self._cancelled_at(part)
-            if all(each.outcome == "cancelled" for each in worker.inbox[0][1]):
+            parts = worker.inbox[0][1]
+            if worker.is_seen and all(each.outcome == "cancelled" for each in parts):
                 skipped_at = self.skipped.get(part.operation, cancelled_at)
                 seen_at = skipped_at + self.unseen + self.away
                 assert worker.began <= seen_at + 1e-5, "what was cancelled begins"
-            if self.can_kill and not worker.retiring:
+            if self.can_kill and worker.is_seen and not worker.retiring:
                 # A worker at a backward that is needed is looked at again after as long.
                 grace = GRACE_PERIOD * (2 if isinstance(part, Backward) else 1)
                 due = max(since, cancelled_at) + grace + 3 * SEEN + LATE + 3 * self.away
@@ -712,9 +736,14 @@ class World:
     def _check_places(self) -> None:
         """Check that each call without an outcome is in one place, and runs nowhere else."""
         for worker in self.workers.values():
+            is_idle = worker.under_way.is_idle
+            assert is_idle or worker.under_way, "a worker that has nothing to do is not idle"
             if worker.running is not None and worker.began > 0:
                 chunk = worker.under_way.chunks[worker.inbox[0][0]]
                 assert worker.running in chunk.parts, "a call was taken back, and runs"
+                assert not is_idle, "a worker that runs a call counts as idle"
+            elif worker.began == math.inf and self._is_sure(worker):
+                assert not is_idle, "a worker that loads a function counts as idle"
         if self.rng.random() < 0.7:
             return
         places = [call for operation in self.queue.operations for call in operation.queue]

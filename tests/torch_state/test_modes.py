@@ -11,6 +11,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from conftest import graphs_in
 
 import mpgrad
 from mpgrad.torch_state import modes
@@ -21,13 +22,13 @@ pytestmark = pytest.mark.quick
 def test_no_grad(pool: mpgrad.Pool) -> None:
     x = torch.ones(2, requires_grad=True)
     # of tests before, being released
-    before = sum(len(worker.graphs) for worker in pool._scheduler.workers.values())
+    before = graphs_in(pool)
     with torch.no_grad():
         ((enabled, needs_grad, y),) = pool.map(
             lambda t: (torch.is_grad_enabled(), t.requires_grad, t * 2), [x]
         )
     assert not enabled and needs_grad and not y.requires_grad
-    assert sum(len(worker.graphs) for worker in pool._scheduler.workers.values()) <= before
+    assert graphs_in(pool) <= before
 
 
 def test_grad_enabled_inside_no_grad(pool: mpgrad.Pool) -> None:

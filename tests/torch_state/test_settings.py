@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import every_loss_gets
+from inside import every_loss_gets
 from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
 from torch.optim.optimizer import register_optimizer_step_pre_hook

@@ -14,12 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import PATIENCE, every_loss_gets
+from conftest import PATIENCE
+from inside import bundle, every_loss_gets
 
 import mpgrad
-from mpgrad.calls.operations import Operation
 from mpgrad.memory.arena import Arena
-from mpgrad.submission.submitter import Feeder
 from mpgrad.wire.tensor_refs import (
     LEAF,
     REQUIRES_GRAD,
@@ -175,10 +174,7 @@ def test_those_of_a_transform_and_of_inference_mode() -> None:
 
 @pytest.fixture(autouse=True)
 def bundles(monkeypatch: pytest.MonkeyPatch) -> None:
-    def size(pool: mpgrad.Pool, operation: Operation, total: int | None) -> int | None:
-        return 1 if total is None else 8
-
-    monkeypatch.setattr(Feeder, "_bundle_size", size)
+    bundle(monkeypatch, 8)
 
 
 def items(count: int = 16, length: int = 5000) -> list[Tensor]:

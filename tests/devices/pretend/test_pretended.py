@@ -18,7 +18,7 @@ from typing import Any
 import pretend_device
 import pytest
 import torch
-from conftest import every_loss_gets
+from inside import every_loss_gets, transfer_of
 from pretend_device import Pretend
 
 import mpgrad
@@ -72,12 +72,12 @@ def device_transfer(request: pytest.FixtureRequest) -> str:
 
 
 def is_direct(pool: mpgrad.Pool) -> bool:
-    device_transfer: Any = pool._scheduler.memory.device_transfer
+    transfer = transfer_of(pool)
     # one worker may have answered all calls, and the other none
-    while not (device_transfer._is_direct or device_transfer._is_refused):
+    while not (transfer._is_direct or transfer._is_refused):
         for device in {worker.device for worker in pool.stats().workers} - {"cpu"}:
             pool.map(abs, [1] * 8, device=device)  # who answers has told before how the trial went
-    return bool(device_transfer._is_direct)
+    return bool(transfer._is_direct)
 
 
 def settled(pool: mpgrad.Pool) -> mpgrad.Pool:
