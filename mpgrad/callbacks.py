@@ -34,7 +34,6 @@ import sys
 import threading
 import traceback
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
@@ -336,14 +335,14 @@ def log_levels() -> LogLevels:
 ELSEWHERE: dict[str, Any] = {}
 
 # warnings of tasks that have arrived
-Warnings = deque[WarningReport] | tuple[()]
+Warnings = list[WarningReport] | tuple[()]
 
 
 def taken(warned: Warnings) -> Iterator[WarningReport]:
     """Yield each warning once, even if several threads iterate."""
     while warned:
         try:
-            yield warned.popleft()
+            yield warned.pop(0)
         # Another thread has taken the last one.
         except IndexError:
             return

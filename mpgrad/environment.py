@@ -370,16 +370,13 @@ class TaskFilters:
         known = set(map(id, self._set))
         return [each for each in self._others if id(each) not in known]
 
-    def __enter__(self) -> None:
-        self._swap()
-
-    def __exit__(self, *error: object) -> None:
-        self._swap()
-
-    def _swap(self) -> None:
+    def __enter__(self, *_: object) -> None:
         if self._others is not None:
             self._others, warnings.filters = warnings.filters, self._others
             self._in_force = not self._in_force
+
+    # the end puts back what the beginning has put aside
+    __exit__ = __enter__
 
 
 FILTERS = TaskFilters()

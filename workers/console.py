@@ -101,7 +101,7 @@ class Outlet:
     def flush(self) -> None:
         """Send everything, even unfinished lines. Only the sending thread calls this."""
         for stream in self._streams:
-            stream.flush()
+            stream.send()
         self._send()
 
     def _send(self) -> None:
@@ -158,9 +158,13 @@ class OutputStream(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        if not self._outlet.is_ours:
+        if self._outlet.is_ours:
+            self.send()
+        else:
             self.original.flush()
-            return
+
+    def send(self) -> None:
+        """Send what was written, even an unfinished line."""
         with self._order:
             text = "".join(drained(self._pieces))
             if text:

@@ -197,9 +197,8 @@ class CaptureSearch:
     def look(self, outputs: Sequence[torch.Tensor], reentrant: bool) -> None:
         """Search the graphs of all calls until each capture has been found once. A capture that is
         never found costs a walk through every graph."""
-        self._found += [
-            self._left.pop(each) for each in leaves_behind(outputs, self._left, reentrant)
-        ]
+        for each in leaves_behind(outputs, self._left, reentrant):
+            self._found.append(self._left.pop(each))
 
     def take_found(self) -> list[int]:
         """Return the captures that were found since the last call."""

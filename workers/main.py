@@ -186,14 +186,15 @@ class Worker:
             self._functions.define(message)
 
     def _answer(self, message: Any, payload: memoryview) -> None:
-        runner, outer = self._runner, self._runner.spans
+        runner = self._runner
+        outer = runner.spans, runner.answer
         spans: list[Span] | None = [] if self._records else None
         runner.spans = spans
         began = time.monotonic_ns()
         try:
             answered, outgoing = self._requests[type(message)](message, payload)
         finally:
-            runner.spans = outer
+            runner.spans, runner.answer = outer
         if self.early.error is not None:
             raise self.early.error
         recorded = []

@@ -217,15 +217,16 @@ class CallRun:
         those of the tensors that need gradients."""
         # for each item: the structure of its result, and the number of its tensors
         self.shapes: list[tuple[Structure, int]] = []
-        self.failed: list[tuple[int, Failure]] = []  # items of a bundle that failed alone
+        # items of a bundle that failed alone; see `Result` for these four
+        self.failed: Sequence[tuple[int, Failure]] = ()
         self.tensors: list[torch.Tensor] = []
         self.flags: list[int] = []
         # known before the run for a bundle, because its inputs are leaves
         self.inputs = edges_at(entrances) if call.bundle else []
         self.graph: GraphEdges | None = None  # of all items, once all have run
-        self.unused: Sequence[int] = ()  # inputs that the graph does not reach, see `Result`
-        self.strays: list[tuple[int, str]] = []  # see `Result`
-        self.errors: list[tuple[int, str]] = []  # see `Result`
+        self.unused: Sequence[int] = ()  # inputs that the graph does not reach
+        self.strays: Sequence[tuple[int, str]] = ()
+        self.errors: Sequence[tuple[int, str]] = ()
         self._call = call
         self._refs = refs
         self._given = given
@@ -265,15 +266,14 @@ class CallRun:
         if not self._known:
             self._known = set(map(id, itertools.chain(self._given, self._function.captures)))
         for number, words in self._function.strays.behind(found, self._known, copied).items():
-            self.strays.append((len(self.tensors) + number, words))
+            self.strays = [*self.strays, (len(self.tensors) + number, words)]
             if found[number].is_leaf:
                 self._kept_leaves.append(found[number])
 
     def note_errors(self, found: Sequence[torch.Tensor]) -> None:
         """Find the errors that a backward of an item's results would raise."""
-        self.errors += [
-            (len(self.tensors) + number, words) for number, words in errors_behind(found).items()
-        ]
+        for number, words in errors_behind(found).items():
+            self.errors = [*self.errors, (len(self.tensors) + number, words)]
 
     def connect(self, found: Sequence[torch.Tensor], reentrant: bool) -> list[torch.Tensor]:
         """Connect the results of an item, or of all items, to the graph. Return the results that
@@ -444,13 +444,13 @@ def unused_inputs(
     edges: Sequence[Edge | None],
     outputs: Sequence[torch.Tensor],
     reentrant: bool,
-) -> list[int]:
+) -> Sequence[int]:
     """Return `Result.unused`: inputs for which `edges_at` found no edge, and leaves with hooks that
     no output depends on."""
+    if not (numbers := with_more_behind(refs)):
+        return ()
     looked_for = {
-        id(edge): number
-        for number in with_more_behind(refs)
-        if isinstance(edge := edges[number], torch.Tensor)
+        id(edge): number for number in numbers if isinstance(edge := edges[number], torch.Tensor)
     }
     unled_to = looked_for.keys() - leaves_behind(outputs, looked_for, reentrant)
     return [number for number, edge in enumerate(edges) if edge is None] + [
@@ -611,13 +611,14 @@ class Runner:
         self.task_warnings = task_warnings
         self._worker_device = worker_device
         self._early = early
-        self._answer: ForwardAnswer | BackwardAnswer | None = None  # of the current chunk
+        # of the current chunk; its finished outcomes may be sent early
+        self.answer: ForwardAnswer | BackwardAnswer | None = None
         self.spans: list[Span] | None = None  # of the current chunk, for a timeline
         self.done = 0  # the number of calls or backwards of the last chunk that ran
 
     def take_early(self) -> tuple[Results | Gradients, Payload] | None:
         """Return the outcomes of the current chunk that have not been sent, or None."""
-        answer = self._answer
+        answer = self.answer
         return answer.take(self, more=True) if answer is not None and answer.outcomes else None
 
     def take_notes(self) -> tuple[list[WarningReport], list[int], int]:
@@ -625,25 +626,14 @@ class Runner:
         graphs."""
         return self.task_warnings.take(), self._graphs.take_dropped(), self._graphs.nbytes
 
-    @contextlib.contextmanager
-    def _answering(self, answer: ForwardAnswer | BackwardAnswer) -> Iterator[None]:
-        """Let finished outcomes of the answer be sent early while the body runs."""
-        outer, self._answer = self._answer, answer
-        try:
-            yield
-        finally:
-            self._answer = outer
-            self.done = answer.sent + len(answer.outcomes)
-
     # --- forward
 
     def forward(self, message: Forward, incoming: memoryview) -> tuple[Results, Payload]:
         chunk, calls = message.chunk, message.calls
         found = self._functions.begin(message.function)
         function = found if isinstance(found, Function) else None
-        answer = ForwardAnswer(chunk, function)
+        self.answer = answer = ForwardAnswer(chunk, function)
         with (
-            self._answering(answer),
             under(message.modes),
             NOTHING if function is None else function.running(),
             self.task_warnings.filters,
@@ -677,6 +667,7 @@ class Runner:
                 answer.failed_seconds += answer.ended - begun
                 if message.stop_at_failure:
                     break
+        self.done = answer.sent + len(answer.outcomes)
         self._memory.give_back_unread(*calls[self.done :])
         return answer.take(self, more=False)
 
@@ -698,7 +689,7 @@ class Runner:
             packed = self._pack(run, call.origin, stage)
             # read only now, because the payload may have been sent during the run
             payload = answer.payload
-            refs = self._memory.lend(packed, payload)
+            refs = self._memory.lend(packed, payload) if packed else ()
             graph = run.graph
             gradients = None
             if graph is not None and eager is not None and run.has_begun:
@@ -767,7 +758,7 @@ class Runner:
             except BaseException as error:
                 if not (call.bundle and goes_on):
                     raise
-                run.failed.append((stage.offset, stage.failure(error)))
+                run.failed = [*run.failed, (stage.offset, stage.failure(error))]
                 run.shapes.append((None, 0))
                 stage.failed_seconds += time.perf_counter() - began
                 continue
@@ -870,9 +861,9 @@ class Runner:
 
     def backward(self, message: Backwards, incoming: memoryview) -> tuple[Gradients, Payload]:
         chunk, calls = message.chunk, message.calls
-        answer = BackwardAnswer(chunk)
+        self.answer = answer = BackwardAnswer(chunk)
         stage = Stage(self.spans)
-        with self._answering(answer), under(message.modes), self.task_warnings.filters:
+        with under(message.modes), self.task_warnings.filters:
             for position, call in enumerate(calls):
                 if self._progress.is_skipped(chunk):
                     break
@@ -903,6 +894,7 @@ class Runner:
                 self._worker_device.finish()
                 self._memory.give_back_unread(*steps)
                 self._graphs.trim()
+        self.done = answer.sent + len(answer.outcomes)
         for call in calls[self.done :]:
             self._memory.give_back_unread(*call.before, call)
         return answer.take(self, more=False)

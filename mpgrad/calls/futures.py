@@ -39,6 +39,10 @@ __all__ = ["UnlockedFuture"]
 
 R = TypeVar("R")
 FINAL = CANCELLED_AND_NOTIFIED, FINISHED
+COURSE, CALLBACKS, BELLS = "course", "callbacks", "bells"
+# how deep a thread is inside the `_condition` of a future, and the state that it sees there, by the
+# numbers of both
+FROZEN: dict[tuple[int, int], tuple[int, str]] = {}
 
 
 class UnlockedFuture(concurrent.futures.Future[R]):
@@ -46,19 +50,16 @@ class UnlockedFuture(concurrent.futures.Future[R]):
 
     def __init__(self) -> None:
         # `Future.__init__` would make the lock, so it is not called.
-        # The thread that sets the only entry first decides whether the call runs or is cancelled.
-        self._course: dict[None, str] = {}
+        # Each entry is set once. The thread that sets COURSE decides whether the call runs or is
+        # cancelled. Few futures have CALLBACKS or BELLS, which are lists.
+        self._entries: dict[str, Any] = {}
         self._has_ended = False
         self._result = None
         self._exception: BaseException | None = None
-        self._callbacks: list[Callable[[concurrent.futures.Future[R]], object]] = []
-        self._bells: list[EndedFutures] = []
-        # how deep each thread is inside `_condition`, and the state that it sees there
-        self._frozen: dict[int, tuple[int, str]] = {}
 
     def done(self) -> bool:
         """See `concurrent.futures`."""
-        return self._has_ended or self._course.get(None) == CANCELLED_AND_NOTIFIED
+        return self._has_ended or self._entries.get(COURSE) == CANCELLED_AND_NOTIFIED
 
     def running(self) -> bool:
         """See `concurrent.futures`."""
@@ -66,11 +67,11 @@ class UnlockedFuture(concurrent.futures.Future[R]):
 
     def cancelled(self) -> bool:
         """See `concurrent.futures`."""
-        return not self._has_ended and self._course.get(None) == CANCELLED_AND_NOTIFIED
+        return not self._has_ended and self._entries.get(COURSE) == CANCELLED_AND_NOTIFIED
 
     def cancel(self) -> bool:
         """See `concurrent.futures`."""
-        if self._course.setdefault(None, CANCELLED_AND_NOTIFIED) == RUNNING:
+        if self._entries.setdefault(COURSE, CANCELLED_AND_NOTIFIED) == RUNNING:
             return False
         self._tell()
         return True
@@ -78,14 +79,15 @@ class UnlockedFuture(concurrent.futures.Future[R]):
     def add_done_callback(self, fn: Callable[[concurrent.futures.Future[R]], object]) -> None:
         """See `concurrent.futures`."""
         callback = functools.partial(call_back, fn)
-        self._callbacks.append(callback)
+        callbacks = self._entries.setdefault(CALLBACKS, [])
+        callbacks.append(callback)
         # If the callback is no longer in the list, `_tell` has taken it.
-        if self.done() and taken_from(self._callbacks, callback):
+        if self.done() and taken_from(callbacks, callback):
             callback(self)
 
     def _starts(self) -> bool:
         """Note that the call begins, perhaps again. Return False if it was cancelled before."""
-        return self._course.setdefault(None, RUNNING) == RUNNING
+        return self._entries.setdefault(COURSE, RUNNING) is RUNNING
 
     def _end(self, exception: BaseException | None) -> None:
         """Note that the call, which has started, has ended."""
@@ -94,25 +96,27 @@ class UnlockedFuture(concurrent.futures.Future[R]):
         self._tell()
 
     def _present(self) -> str:
-        return FINISHED if self._has_ended else self._course.get(None, PENDING)
+        return FINISHED if self._has_ended else self._entries.get(COURSE, PENDING)
 
     def _tell(self) -> None:
         self._ring()
-        while self._callbacks:
+        callbacks = self._entries.get(CALLBACKS)
+        while callbacks:
             # Another thread may have taken the last one.
             with contextlib.suppress(IndexError):
-                later(self._callbacks.pop(0), self)
+                later(callbacks.pop(0), self)
 
     def _ring(self) -> None:
-        while self._bells:
+        bells = self._entries.get(BELLS)
+        while bells:
             with contextlib.suppress(IndexError):
-                self._bells.pop(0).ring(self)
+                bells.pop(0).ring(self)
 
     # --- for the functions of concurrent.futures, and `__repr__`
 
     @property
     def _state(self) -> str:  # type: ignore[override]
-        _, frozen = self._frozen.get(threading.get_ident(), (0, None))
+        _, frozen = FROZEN.get((threading.get_ident(), id(self)), (0, None))
         return frozen or self._present()
 
     @property
@@ -155,17 +159,17 @@ class FrozenState:
         self._future = future
 
     def acquire(self) -> None:
-        frozen, thread = self._future._frozen, threading.get_ident()
-        depth, state = frozen.get(thread) or (0, self._future._present())
-        frozen[thread] = depth + 1, state
+        here = threading.get_ident(), id(self._future)
+        depth, state = FROZEN.get(here) or (0, self._future._present())
+        FROZEN[here] = depth + 1, state
 
     def release(self) -> None:
-        frozen, thread = self._future._frozen, threading.get_ident()
-        depth, state = frozen[thread]
+        here = threading.get_ident(), id(self._future)
+        depth, state = FROZEN[here]
         if depth > 1:
-            frozen[thread] = depth - 1, state
+            FROZEN[here] = depth - 1, state
         else:
-            del frozen[thread]
+            del FROZEN[here]
 
     def __enter__(self) -> None:
         self.acquire()
@@ -186,12 +190,12 @@ class WaiterTable:
         # If the waiter's thread has seen a final state, the waiter is not notified.
         if self._future._state in FINAL:
             return
-        self._future._bells.append(waiter.event)
+        self._future._entries.setdefault(BELLS, []).append(waiter.event)
         if self._future.done():
             self._future._ring()
 
     def remove(self, waiter: Any) -> None:
-        taken_from(self._future._bells, waiter.event)
+        taken_from(self._future._entries.get(BELLS, []), waiter.event)
 
 
 class EndedFutures:

@@ -144,7 +144,7 @@ class Operation:
         self.largest_first = False
         self.outcomes: dict[int, Outcome] = {}
         # the results that the caller has made from the first outcomes, call by call
-        self._made: list[list[Any]] = []
+        self._made: Sequence[list[Any]] = ()
         # the outcome at the limit, even after the outcomes have been taken
         self._failed: FailedResult | None = None
         # the number of outcomes before the limit
@@ -157,7 +157,7 @@ class Operation:
         self.own_seconds = 0.0
         # whether a call wrote into a captured tensor
         self.mutated = False
-        self.warned: deque[WarningReport] = deque()  # warnings of tasks
+        self.warned: list[WarningReport] = []  # warnings of tasks
 
     # --- the caller's side
 
@@ -245,7 +245,8 @@ class Operation:
         if failed is not None:
             self.outcomes.clear()
             raise failed.error()
-        made, outcomes = self._made, self.outcomes
+        made, outcomes = list(self._made), self.outcomes
+        self._made = made
         with self.modes_of_caller():
             while len(made) < len(outcomes):
                 made.append(self._build(len(made)))
@@ -516,15 +517,14 @@ class SubmittedOperation(Operation):
         super().__init__(*args, **kwargs)
         # It is reentrant, because the caller's classes are unpickled and signals handled within it.
         self._making = threading.RLock()
-        self._had_dependents = False
-        # dependencies that are not settled yet
-        self._dependencies: list[weakref.ref[Dependency]] = []
+        # dependencies that are not settled yet; None if no call has taken the result
+        self._dependencies: list[weakref.ref[Dependency]] | None = None
         # the tensors of the result, with their history
         self._tensors: list[torch.Tensor] | None = None
         self._taken = False
         self._value: Any = None
         # called when there is an outcome, by the thread that delivers it
-        self.dependents: deque[Callable[[], None]] = deque()
+        self.dependents: list[Callable[[], None]] = []
 
     @property
     def outcome(self) -> Outcome | None:
@@ -537,7 +537,7 @@ class SubmittedOperation(Operation):
 
     @property
     def has_dependents(self) -> bool:
-        return any(ref() is not None for ref in self._dependencies)
+        return any(ref() is not None for ref in self._dependencies or ())
 
     def dependency(self) -> Dependency | None:
         """Return a dependency on the result as it comes from the worker. Return None if the caller
@@ -546,7 +546,8 @@ class SubmittedOperation(Operation):
             if self._taken:
                 return None
             dependency = Dependency(self)
-            self._had_dependents = True
+            if self._dependencies is None:
+                self._dependencies = []
             self._dependencies.append(weakref.ref(dependency))
             return dependency
 
@@ -558,7 +559,7 @@ class SubmittedOperation(Operation):
                 outcome = self.outcomes[0]
                 assert isinstance(outcome, DeliveredResult)
                 with self.modes_of_caller():
-                    tensors = outcome.views(private=self._had_dependents)
+                    tensors = outcome.views(private=self._dependencies is not None)
                     if self._tensors is None:
                         self._give_history(outcome, tensors)
                         self._tensors = tensors
@@ -610,10 +611,11 @@ class SubmittedOperation(Operation):
         let_go(outcome)
         # Captures that the result does not depend on need not live as long as a future.
         self.captures = None
-        for ref in self._dependencies:
+        dependencies = self._dependencies or []
+        for ref in dependencies:
             if (dependency := ref()) is not None and not dependency.is_settled:
                 dependency.settle(outcome, tensors)
-        self._dependencies = []
+        dependencies.clear()
 
     def deliver(self, index: int, outcome: Outcome | BaseException) -> None:
         super().deliver(index, outcome)
@@ -627,8 +629,9 @@ class SubmittedOperation(Operation):
         self._tell_dependents()
 
     def _tell_dependents(self) -> None:
-        while self.dependents:
-            self.dependents.popleft()()
+        dependents, self.dependents = self.dependents, []
+        for tell in dependents:
+            tell()
 
 
 # --- outcomes of calls

@@ -230,7 +230,7 @@ class PackedCall:
         self,
         index: int,
         shape: Structure,
-        packed: list[PackedTensor] | PackedTensors,
+        packed: Sequence[PackedTensor] | PackedTensors,
         dependencies: Sequence[Any] = (),
     ) -> None:
         self.index = index
@@ -243,7 +243,7 @@ class PackedCall:
         # the `operations.FailedResult`s of a bundle, by place, if its other items go on
         self.failed: Mapping[int, Any] = NONE_FAILED
         self.structure = shape
-        self.packed: list[PackedTensor] | PackedTensors = packed
+        self.packed: Sequence[PackedTensor] | PackedTensors = packed
         # The `operations.Dependency`s are kept until the call has its node, or needs none.
         self.dependencies = dependencies
         # The tensors of these results are the last of `packed`.

@@ -753,7 +753,9 @@ class ItemStreams:
         `captures` are the function's captures, before they are `drawn`.
         """
         self._items = items
-        self._captured = [each.generator for each in captures if type(each) is Root]
+        self._captured = (
+            [each.generator for each in captures if type(each) is Root] if captures else ()
+        )
         self._first = 0  # the number of the operation's first item
         self._met: dict[int, MetGenerator] = {}
         self._roots: Roots = {}

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections import deque
 from collections.abc import Sequence
 
 from mpgrad.autograd.remote_graph import (
@@ -149,7 +148,7 @@ class Admissions:
                 return
         for other in promises:
             if other.warned:
-                backward.warned = deque([*backward.warned, *taken(other.warned)])
+                backward.warned = [*backward.warned, *taken(other.warned)]
         worker = backward.graph.worker
         assert isinstance(worker, WorkerHandle)
         staged_by = self._packer if worker.device == 0 else None
@@ -176,11 +175,10 @@ def put_in(call: PackedCall, outcome: DeliveredResult, packer: Packer | None) ->
             for ref in refs
         ]
     if packer is None:
-        call.packed += [packed_again(ref, outcome.payload, outcome.memories) for ref in refs]
+        more = [packed_again(ref, outcome.payload, outcome.memories) for ref in refs]
     else:
-        call.packed += [
-            staged_again(packer, ref, outcome.payload, outcome.memories) for ref in refs
-        ]
+        more = [staged_again(packer, ref, outcome.payload, outcome.memories) for ref in refs]
+    call.packed = [*call.packed, *more]
     call.dependency_results = (*call.dependency_results, (outcome.result.structure, len(refs)))
 
 

@@ -67,8 +67,6 @@ class OperationLink:
         self._environment = environment
         self._function = function
         self._eager = eager
-        # of two backwards in two threads, one gets the gradients that came with the result
-        self._serving = threading.Lock()
         # how many more backwards are examined, for the next map
         self._to_see = EXAMINED if learns else 0
         self._seen: float | None = None  # the gradient in earlier backwards
@@ -92,7 +90,7 @@ class OperationLink:
             self._learn(gradients)
         if eager is None or graph.eager is None:
             return False
-        with self._serving:
+        with self.sender.serving:
             arrived, graph.eager = graph.eager, None
         if arrived is None:
             return False
@@ -217,6 +215,8 @@ class GradientSender:
         self._packer = packer
         self._numbers = numbers
         self._since = since
+        # of two backwards in two threads, one gets the gradients that came with a result
+        self.serving = threading.Lock()
         self._held = 0
         # the context that was requested last
         self._last: BackwardContext | None = None

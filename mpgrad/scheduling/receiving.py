@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections import deque
 from collections.abc import Iterator, Sequence
 
 from mpgrad.autograd.remote_graph import Backward, OperationGradients, PendingOutcome, RemoteGraph
@@ -372,7 +371,7 @@ class Answers:
                 graph.eager = ReceivedGradients(outcome.gradients, payload, memories, worker)
             if graph is None or graph.lineage is None:
                 # The worker has the tensors, and they will not be sent again.
-                call.packed = []
+                call.packed = ()
             if graph is None:
                 # The calls that gave this call their results get no gradient from it.
                 call.dependencies = ()
@@ -406,7 +405,7 @@ class Answers:
         backlog."""
         if message.warned:
             first = chunk.backwards[0]
-            first.warned = deque([*first.warned, *message.warned])
+            first.warned = [*first.warned, *message.warned]
         self._note_graphs(worker, message)
         reached, errors = dict(message.reached), dict(message.errors)
         if not message.more:

@@ -793,8 +793,10 @@ profiler_is_on: Callable[[], bool] = torch._C._autograd._profiler_enabled
 def default_device() -> str | None:
     """Return the device of `torch.set_default_device` or ``with torch.device(...)`` in this
     thread."""
-    found = [str(mode.device) for mode in function_modes() if gives_device(mode)]
-    return found[-1] if found else None
+    for mode in reversed(function_modes()):
+        if gives_device(mode):
+            return str(mode.device)
+    return None
 
 
 @contextmanager

@@ -19,7 +19,6 @@ Assumes: one thread sends, and one receives. Memory that an owner returns to the
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import pickle
@@ -44,6 +43,10 @@ __all__ = [
     "in_frames",
     "unframed",
 ]
+
+
+# in place of an empty part of a body, which would keep the whole body
+EMPTY = memoryview(b"")
 
 
 class Frame(NamedTuple):
@@ -127,7 +130,7 @@ def unframed(header: tuple[int, int, int], body: memoryview) -> tuple[list[Messa
         raise UnreadableFrame(repr(error)) from error
     if type(messages) is not list:
         raise UnreadableFrame(f"it held no messages, but {type(messages).__name__}")
-    return messages, body[header[0] :]
+    return messages, body[header[0] :] if header[1] else EMPTY
 
 
 def in_frames(slabs: Sequence[Any]) -> Iterator[tuple[list[Message], list[int]]]:
@@ -154,9 +157,12 @@ def drained(queue: deque[Any]) -> list[Any]:
     """Remove and return what is in the queue now. Other threads may append or take at the same
     time."""
     found = []
-    with contextlib.suppress(IndexError):
-        for _ in range(len(queue)):
+    for _ in range(len(queue)):
+        try:
             found.append(queue.popleft())
+        # Another thread has taken the last one.
+        except IndexError:
+            break
     return found
 
 

@@ -18,6 +18,7 @@ import pytest
 
 import mpgrad
 import mpgrad.calls
+from mpgrad.calls.futures import BELLS, FROZEN
 
 PATIENCE = 60.0  # seconds
 CALLS = str(Path(mpgrad.calls.__file__).parent)
@@ -184,7 +185,7 @@ def test_futures_of_several_kinds_together(pool2: mpgrad.Pool, tmp_path: Path) -
         with pytest.raises(concurrent.futures.TimeoutError):
             [*concurrent.futures.as_completed([endless], 0.01)]
         (tmp_path / "go").touch()
-        assert not endless._bells and not endless._frozen
+        assert not endless._entries[BELLS] and not FROZEN
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from conftest import PATIENCE, first_are_quick, staffed
 from inside import cancel_all, interrupt_next_order, let_it_hear, waiting_threads
 
 import mpgrad
+from mpgrad.calls.futures import BELLS
 from mpgrad.collector import collector_held
 from mpgrad.engines.sockets import SocketEngine
 from mpgrad.tracebacks import OWN_FOLDER
@@ -327,7 +328,7 @@ def test_a_wait_of_the_standard_library(
     with mpgrad.Executor(1, engine="thread") as executor:
         go = tmp_path / "go"
         future = executor.submit(wait_for, go.exists)
-        with interrupted(lambda: bool(future._bells)):  # type: ignore[attr-defined]
+        with interrupted(lambda: bool(future._entries.get(BELLS))):  # type: ignore[attr-defined]
             ask([future])
         go.touch()
 

@@ -250,10 +250,10 @@ def taken(operation: Operation) -> dict[int, DeliveredResult | FailedResult]:
     found = dict(operation.outcomes)
     for outcome in found.values():
         if isinstance(operation, SubmittedOperation) and isinstance(outcome, DeliveredResult):
-            for ref in operation._dependencies:
+            for ref in operation._dependencies or ():
                 if (dependency := ref()) is not None:
                     dependency.settle(outcome, [])
-            operation._dependencies = []
+            operation._dependencies = None
             operation._taken = True
             operation.outcomes.clear()
         let_go(outcome)
