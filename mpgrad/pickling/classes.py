@@ -366,6 +366,12 @@ def bare_class(
     resolved = types.resolve_bases(bases)
     own = is_users_own(kind.__module__)
     with quiet(resolved):
+        # that of `typing` or `typing_extensions`, which refuses the bases that it made
+        if kind.__name__ == "_TypedDictMeta":
+            if any(issubclass(each, typing.Generic) for each in resolved):
+                members = {**members, "__orig_bases__": bases}
+                return type.__new__(kind, name, (dict, typing.Generic), members)
+            return type.__new__(kind, name, (dict,), members)
         if not own:
             return types.new_class(name, bases, {"metaclass": kind}, lambda to: to.update(members))
         make: Any = next(

@@ -7,12 +7,14 @@ import datetime
 import enum
 import functools
 import sys
+import typing
 import warnings
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Generic, NamedTuple, TypedDict, TypeVar
 
 import pytest
 import torch
+import typing_extensions
 
 import mpgrad
 
@@ -474,3 +476,35 @@ def test_enumerations_have_all_names_and_values(pool: mpgrad.Pool, kind: Any) ->
     assert pool.map(seen, [0]) == [seen(0)]
     members = list(kind.__members__.values())
     assert all(a is b for a, b in zip(pool.map(lambda x: x, members), members, strict=True))
+
+
+Held = TypeVar("Held")
+
+
+def test_typed_dictionaries(pool: mpgrad.Pool) -> None:
+    """Their metaclass refused to make them in the worker."""
+
+    class Settings(TypedDict, total=False):
+        rate: float
+
+    class More(Settings):
+        weight: Tensor
+
+    class Box(typing_extensions.TypedDict, Generic[Held]):
+        held: Held
+
+    class Count(TypedDict):
+        count: int
+
+    def fn(given: Settings) -> Any:
+        assert typing.is_typeddict(More) and Count.__required_keys__ == {"count"}
+        kinds = [(each.__name__, each.__total__, each.__bases__) for each in (Settings, More, Box)]
+        return (
+            More(rate=given["rate"], weight=torch.ones(2)),
+            Box[int](held=3),
+            Count(count=1),
+            kinds,
+        )
+
+    given = Settings(rate=2.0)
+    assert repr(pool.map(fn, [given])) == repr([fn(given)])
