@@ -191,6 +191,10 @@ def with_slots(value: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
     more = registered_for(value)
     state = {**state, BASES: value.__bases__}
     if make is make_bare_enum:
+        members: Any = members_of(value)
+        state = {name: each for name, each in state.items() if name not in members}
+        made_by = type(value), boundary_of(value)
+        arguments = *arguments[:3], members, *arguments[4:-1], made_by
         return make_enum, arguments, (state, more), *rest
     *first, given, tracker_id, extra = arguments
     given = {**given, "__qualname__": value.__qualname__}
@@ -238,14 +242,66 @@ def make_class(
     return tracked
 
 
-def make_enum(*parts: Any) -> type:
+def make_enum(
+    bases: tuple[Any, ...],
+    name: str,
+    qualname: str,
+    members: dict[str, tuple[Any, Any]],
+    module: str,
+    tracker_id: str | None,
+    made_by: tuple[type[enum.EnumMeta], object],
+) -> type:
+    # long because: it has the arguments of cloudpickle's function, which loses aliases, names of
+    # several flags, metaclasses, and what `__new__` made of a member
     """Make an enumeration, or return the one that this process already has for the tracker id."""
-    bases, *_, tracker_id, _ = parts
-    made: type | None = CLASS_OF.get(tracker_id)
-    if made is None:
-        with quiet(bases):
-            made = make_bare_enum(*parts)
+    known: type | None = CLASS_OF.get(tracker_id)
+    if known is not None:
+        return known
+    body: Any = enum.EnumMeta.__prepare__(name, bases)
+    body["__new__"], body["__init__"] = new_member, lambda *_: None
+    for each, parts in members.items():
+        body[each] = parts
+    kind, boundary = made_by
+    # such as `enum.KEEP`
+    more: Any = {} if boundary is boundary_of(bases[-1]) else {"boundary": boundary}
+    with quiet(bases):
+        made: Any = enum.EnumMeta.__new__(kind, name, bases, body, **more)
+    # those of the caller's class arrive with its state
+    for each in {"__init__", "__new_member__", "_new_member_", "_use_args_"} & vars(made).keys():
+        type.__delattr__(made, each)
+    made.__module__, made.__qualname__ = module, qualname
+    return track(tracker_id, made)  # type: ignore[no-any-return]  # cloudpickle is untyped
+
+
+def new_member(kind: Any, *parts: Any) -> Any:
+    value, arguments = parts[0] if kind._member_type_ is tuple else parts
+    made = kind._member_type_.__new__(kind, *arguments)
+    made._value_ = value
     return made
+
+
+def members_of(value: Any) -> dict[str, tuple[Any, Any]]:
+    """Return for each name of an enumeration the arguments of `new_member`."""
+    return {
+        name: (member._value_, arguments_of(value._member_type_, member))
+        for name, member in value.__members__.items()
+    }
+
+
+def arguments_of(kind: Any, member: object) -> tuple[Any, ...]:
+    """Return what `kind.__new__` needs for a member of an enumeration that extends `kind`."""
+    if kind is object:
+        return ()
+    make, arguments, *_ = kind.__reduce_ex__(member, 2)
+    given: tuple[Any, ...] = arguments[1:] if make is NEW_OBJECT else arguments
+    return given
+
+
+NEW_OBJECT = object().__reduce_ex__(2)[0]
+
+
+def boundary_of(kind: type) -> object:
+    return getattr(kind, "_boundary_", None)  # since Python 3.11
 
 
 # A msgspec class must be made with its fields.
@@ -323,6 +379,12 @@ def bare_class(
     """
     resolved = types.resolve_bases(bases)
     with quiet(resolved):
+        # that of `typing` or `typing_extensions`, which refuses the bases that it made
+        if kind.__name__ == "_TypedDictMeta":
+            if any(issubclass(each, typing.Generic) for each in resolved):
+                members = {**members, "__orig_bases__": bases}
+                return type.__new__(kind, name, (dict, typing.Generic), members)
+            return type.__new__(kind, name, (dict,), members)
         if not is_passed_over(kind.__module__):
             return types.new_class(name, bases, {"metaclass": kind}, lambda to: to.update(members))
         make: Any = next(
@@ -401,7 +463,7 @@ def is_alike(found: type, make: Callable[..., type], arguments: tuple[Any, ...])
         return (
             issubclass(found, enum.Enum)
             and found.__bases__ == bases
-            and {e.name: e.value for e in found} == members
+            and members_of(found) == members
         )
     slots, kind, _, bases, *_ = arguments
     return type(found) is kind and found.__bases__ == bases and slots_in(found) == slots

@@ -30,6 +30,7 @@ import functools
 import importlib
 import importlib.machinery
 import importlib.util
+import inspect
 import itertools
 import operator
 import os
@@ -81,6 +82,7 @@ __all__ = [
     "WantedName",
     "at_path",
     "attribute_here",
+    "being_imported",
     "closure_of",
     "contents_of",
     "fill_main",
@@ -1068,6 +1070,17 @@ def pickle_finds(module: str) -> bool:
     It does not find a module that is named `plug.d.e` and has no parent, or one named `x.py`.
     """
     return module.partition(".")[0] in sys.modules and module != ""
+
+
+def being_imported() -> str | None:
+    """Return the name of the module whose import made this call, if an import did."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        spec = frame.f_globals.get("__spec__")
+        if frame.f_code.co_name == "<module>" and getattr(spec, "_initializing", False):
+            return str(frame.f_globals["__name__"])
+        frame = frame.f_back
+    return None
 
 
 def own_import(name: str) -> types.ModuleType:

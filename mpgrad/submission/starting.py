@@ -30,8 +30,10 @@ from mpgrad.calls.packing import (
     pickled_function,
     requested,
 )
+from mpgrad.environment import PLACE
 from mpgrad.errors import ONE_CALL, CallNames
 from mpgrad.machine.story import Story
+from mpgrad.pickling.modules import being_imported
 from mpgrad.pickling.state import ItemStreams, RecentFunctions
 from mpgrad.pickling.streams import drawn
 from mpgrad.scheduling.gradients import OperationLink
@@ -110,6 +112,12 @@ class Starter:
         pool, scheduler = self._options, self._scheduler
         seconds = pool.seconds(options.timeout)
         scheduler.life.check_open()
+        if PLACE.in_worker and pool.traits.is_process and (module := being_imported()) is not None:
+            raise RuntimeError(
+                f"a worker imports the module {module!r}, which calls a pool with workers of its "
+                "own while it is imported; these would import it too, and so on; put the call "
+                'into a function, or under if __name__ == "__main__"'
+            )
         with scheduler.tracer.span("pickles", name), outside_transforms():
             request = requested(options.device, pool.device_codes)
             pickled = pickled_function(function, scheduler.packer.kind, like, self._recent)

@@ -4,6 +4,7 @@ left after any end."""
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import re
 import signal
@@ -64,6 +65,48 @@ def test_a_script_without_guard(tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     done = run([sys.executable, "-W", "error", str(script)], cwd=tmp_path)
     assert (done.stdout, done.stderr) == (EXPECTED, "")
+
+
+MAPS_AT_IMPORT = """
+import os
+from pathlib import Path
+
+import torch, mpgrad
+
+depth = int(os.environ["DEPTH"])
+os.environ["DEPTH"] = str(depth + 1)
+with open(Path(__file__).parent / "imports", "a") as file:
+    file.write("x")
+assert depth < 3, "each worker imports the module in workers of its own"
+weight = torch.tensor(3.0, requires_grad=True)
+
+class Item:
+    def __init__(self, x):
+        self.x = x
+
+def function(item):
+    return item.x * weight
+
+with mpgrad.Pool(1, engine="process") as pool:
+    sum(pool.map(function, [Item(1.0), Item(2.0)])).backward()
+"""
+
+
+@pytest.mark.slow
+def test_a_module_that_maps_while_it_is_imported(
+    fork_server: mpgrad.Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its workers imported it too, and mapped in workers of their own, and so on without end."""
+    (tmp_path / "maps_at_import.py").write_text(MAPS_AT_IMPORT)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("DEPTH", "0")
+    module = importlib.import_module("maps_at_import")
+    assert module.weight.grad == 3
+    assert (tmp_path / "imports").read_text() == "xx"  # here and in one worker
+    importing = fork_server.apply_async(importlib.import_module, ("maps_at_import",))
+    # the import in a task keeps its error
+    with pytest.raises((ImportError, RuntimeError), match="while it is imported"):
+        importing.get()
 
 
 @pytest.mark.slow

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import enum
 import functools
 import sys
+import typing
 import warnings
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Generic, NamedTuple, TypedDict, TypeVar
 
 import pytest
 import torch
+import typing_extensions
 
 import mpgrad
 
@@ -395,3 +399,112 @@ def test_code_that_ran_when_a_class_was_defined_does_not_run_again(
             assert pool.map(names[each], [0]) == [names[each](0)]
         assert pool.map(names["in_an_item"], [names["A"]()]) == [(True, 2)]
     assert pool.map(names["derived"], [0]) == [(3, ["a", "b", "c"], "c")]
+
+
+def enumerations() -> list[Any]:
+    class WithAlias(enum.Enum):
+        FIRST = 1.0
+        ALSO_FIRST = FIRST
+        SECOND = 2.0
+
+    class Edges(enum.Flag):
+        LEFT = 1
+        RIGHT = 2
+        BOTH = 3
+        NONE = 0
+
+    class OneCharacter(bytes, enum.Enum):
+        def __new__(cls, code: int, label: str) -> Any:
+            made = bytes.__new__(cls, [code])
+            made._value_ = code
+            made.label = label  # type: ignore[attr-defined]
+            return made
+
+        A = 65, "a"
+        ALSO_A = 65, "also a"
+        B = 66, "b"
+
+    class Pair(tuple[int, int], enum.Enum):
+        X = 1, 2
+
+    class Time(datetime.timedelta, enum.Enum):
+        DAY = 1
+        WEEK = 7
+
+    class HasEverything(enum.EnumMeta):
+        def __contains__(cls, _: object) -> bool:
+            return True
+
+    class Everything(enum.Enum, metaclass=HasEverything):
+        PART = 1
+
+    class Begins(enum.Enum):
+        def __init__(self, begin: float, end: float) -> None:
+            self.length = end - begin
+
+        LONG = 1.0, 9.0
+
+    made = [WithAlias, Edges, OneCharacter, Pair, Time, Everything, Begins]
+    if sys.version_info >= (3, 11):
+
+        class Unknown(enum.IntFlag, boundary=enum.KEEP):
+            ONE = 1
+            MANY = 255
+
+        made.append(Unknown)
+    return made
+
+
+@pytest.mark.parametrize("kind", enumerations(), ids=lambda kind: kind.__name__)
+def test_enumerations_have_all_names_and_values(pool: mpgrad.Pool, kind: Any) -> None:
+    """Names of a second member with a value, or of several flags, were missing, so that some
+    enumerations could not be loaded. Members had other values than `__new__` gave them."""
+
+    def seen(_: object) -> Any:
+        members = list(kind.__members__.items())
+        data = kind._member_type_
+        return (
+            [(name, each._name_, each._value_) for name, each in members],
+            [data is object or data.__reduce_ex__(each, 2)[1][-1] for _, each in members],
+            [kind(each._value_) is each is getattr(kind, name) for name, each in members],
+            [each._name_ for each in kind],
+            [getattr(each, name, None) for _, each in members for name in ("label", "length")],
+            type(kind).__name__,
+            getattr(kind, "_boundary_", None),
+        )
+
+    assert pool.map(seen, [0]) == [seen(0)]
+    members = list(kind.__members__.values())
+    assert all(a is b for a, b in zip(pool.map(lambda x: x, members), members, strict=True))
+
+
+Held = TypeVar("Held")
+
+
+def test_typed_dictionaries(pool: mpgrad.Pool) -> None:
+    """Their metaclass refused to make them in the worker."""
+
+    class Settings(TypedDict, total=False):
+        rate: float
+
+    class More(Settings):
+        weight: Tensor
+
+    class Box(typing_extensions.TypedDict, Generic[Held]):
+        held: Held
+
+    class Count(TypedDict):
+        count: int
+
+    def fn(given: Settings) -> Any:
+        assert typing.is_typeddict(More) and Count.__required_keys__ == {"count"}
+        kinds = [(each.__name__, each.__total__, each.__bases__) for each in (Settings, More, Box)]
+        return (
+            More(rate=given["rate"], weight=torch.ones(2)),
+            Box[int](held=3),
+            Count(count=1),
+            kinds,
+        )
+
+    given = Settings(rate=2.0)
+    assert repr(pool.map(fn, [given])) == repr([fn(given)])
