@@ -100,10 +100,6 @@ class Limits:
     def steps(self, workers: Iterable[Any], now: float) -> Iterator[tuple[Step, Any]]:
         """Do what is due. This runs in each turn."""
         self.next_look = math.inf
-        if self.deadlines.heap:
-            for operation in self.deadlines.due(now):
-                yield "kill operation", operation
-            self.next_look = self.deadlines.next
         for worker in list(workers):
             under_way = worker.under_way
             if under_way.just_skipped:
@@ -118,6 +114,12 @@ class Limits:
                 yield step, worker
             if worker.gone is None:
                 self.next_look = min(self.next_look, overdue_at(worker, now), under_way.grace_ends)
+        # This comes last. It may take long, and what it skips is noted with the moment of the next
+        # turn.
+        if self.deadlines.heap:
+            for operation in self.deadlines.due(now):
+                yield "kill operation", operation
+            self.next_look = min(self.next_look, self.deadlines.next)
 
     def _step(self, worker: Any, is_drained: bool, now: float) -> Step | None:
         """Return what is to be done with the worker now.

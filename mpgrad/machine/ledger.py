@@ -6,8 +6,7 @@ The states of a graph, and the events that change them most often (`AFTER` is th
                │
                ├── drop: the worker has dropped it, or lacks it ──► LOST
                └── last: a backward is sent that leaves nothing of it ──► CONSUMED
-                         fail: CONSUMED ──► FREED    run: FREED ──► CONSUMED
-                         cancel: CONSUMED ──► LOST
+                         fail: CONSUMED ──► FREED    cancel: CONSUMED ──► LOST
     rebuild: before a backward of a graph that is LOST ──► ALIVE
     move: the worker is gone, and another one takes its place ──► LOST there, or CONSUMED
 FREED means that another backward is the user's mistake, and the worker raises. CONSUMED means the
@@ -31,9 +30,7 @@ __all__ = [
     "FREE",
     "FREED",
     "KEEP",
-    "LAST",
     "LOST",
-    "RUN",
     "TAKE",
     "GraphLedger",
     "SumLedger",
@@ -59,8 +56,6 @@ FREE = "free"
 LAST = "last"
 # The last backward has failed or did not begin, so the rest of the graph still exists.
 FAIL = "fail"
-# The last backward has run; an earlier one may have failed.
-RUN = "run"
 # The last backward was cancelled. It is unknown how far it came, so another one starts anew.
 CANCEL = "cancel"
 # The worker has dropped the graph, or lacks the graph that a backward needs. The caller may have
@@ -81,7 +76,6 @@ AFTER: dict[str, dict[str | None, str]] = {
     FREE: {ALIVE: FREED},
     LAST: dict.fromkeys((None, ALIVE, FREED, LOST, CONSUMED), CONSUMED),
     FAIL: {LOST: FREED, CONSUMED: FREED},
-    RUN: {FREED: CONSUMED},
     CANCEL: {CONSUMED: LOST},
     DROP: dict.fromkeys((ALIVE, FREED, LOST), LOST),
     TAKE: dict.fromkeys((ALIVE, FREED, LOST, CONSUMED), CONSUMED),
@@ -96,6 +90,8 @@ class GraphLedger:
 
     def __init__(self) -> None:
         self.states: dict[int, str] = {}
+        # by call, the backward that was sent last of those that leave nothing of the graph
+        self._used_up_by: dict[int, int | None] = {}
         # bytes that the graphs take in the worker, if this is measured
         self.nbytes = 0
 
@@ -106,6 +102,19 @@ class GraphLedger:
         state = AFTER[event].get(self.states.get(call))
         if state is not None:
             self.states[call] = state
+
+    def use_up(self, call: int, graph_task: int) -> None:
+        """Note that a backward is sent that leaves nothing of the graph."""
+        self._used_up_by[call] = graph_task
+        self.handle(call, LAST)
+
+    def note_unfinished(self, call: int, graph_task: int, event: str) -> None:
+        """Note that such a backward has failed, was cancelled or did not begin.
+
+        If another one was sent since, that one will use up the graph.
+        """
+        if self._used_up_by.get(call) == graph_task:
+            self.handle(call, event)
 
     @property
     def there(self) -> int:
@@ -127,6 +136,7 @@ class GraphLedger:
         This worker rebuilds the graph when it is needed.
         """
         self.states[call] = AFTER[MOVE][before.states.get(call)]
+        self._used_up_by[call] = before._used_up_by.get(call)
 
     def rebuild(self, call: int, again: bool) -> str | None:
         """Return the state of a graph that must be rebuilt before a backward, and note it as ALIVE,
@@ -142,6 +152,7 @@ class GraphLedger:
     def forget(self, calls: Iterable[int]) -> None:
         for call in calls:
             self.states.pop(call, None)
+            self._used_up_by.pop(call, None)
 
 
 class SumLedger:

@@ -21,7 +21,7 @@ from typing import Any
 from mpgrad.autograd.remote_graph import Backward, RemoteGraph, SumRequest
 from mpgrad.calls.operations import Operation
 from mpgrad.calls.packing import PackedCall, SharedFunction
-from mpgrad.machine.ledger import CONSUMED, FREE, LAST, GraphLedger, SumLedger
+from mpgrad.machine.ledger import CONSUMED, FREE, GraphLedger, SumLedger
 from mpgrad.machine.policy import MOST_CALLS, MOST_PAYLOAD
 from mpgrad.machine.queue import Backlog
 from mpgrad.machine.under_way import Chunk
@@ -127,7 +127,7 @@ class ChunkWriter:
         """Note what a backward leaves of its graph, and of all graphs that this one derives from.
         They share nodes."""
         if backward.is_last:
-            self._graphs.handle(backward.call, LAST)
+            self._graphs.use_up(backward.call, backward.asked.graph_task)
             return
         lineage: object = None if backward.asked.keep else backward
         while isinstance(lineage, Backward):

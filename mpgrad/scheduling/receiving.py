@@ -20,7 +20,7 @@ from mpgrad.calls.backwards import ReceivedGradients, error_maker, raised_from
 from mpgrad.calls.operations import DeliveredResult, FailedResult, Operation, Outcome
 from mpgrad.calls.packing import PackedCall
 from mpgrad.errors import InternalError, SharedMemoryError, write
-from mpgrad.machine.ledger import ALIVE, DROP, FAIL, KEEP, RUN
+from mpgrad.machine.ledger import ALIVE, DROP, FAIL, KEEP
 from mpgrad.machine.queue import CallQueue
 from mpgrad.machine.story import ANSWERED, BACKWARD_ANSWERED, GRAPH_MISSING
 from mpgrad.machine.under_way import Chunk
@@ -391,7 +391,7 @@ class Answers:
                 if graph not in later:
                     worker.graphs.handle(graph, DROP)
             if backward.is_last and not backward.rebuilt:
-                worker.graphs.handle(backward.call, FAIL)
+                worker.graphs.note_unfinished(backward.call, backward.asked.graph_task, FAIL)
 
     def gradients(
         self,
@@ -425,13 +425,11 @@ class Answers:
                     worker.backlog.put_again(backward)
             elif isinstance(found, Failure):
                 if backward.is_last:
-                    worker.graphs.handle(backward.call, FAIL)
+                    worker.graphs.note_unfinished(backward.call, backward.asked.graph_task, FAIL)
                 if not backward.arrived:
                     name = backward.names.words(backward.items)
                     backward.settle(functools.partial(raised_from, found, name, worker.name))
             else:
-                if backward.is_last:
-                    worker.graphs.handle(backward.call, RUN)
                 of_derived = reached.get(position, ()), errors.get(position, ())
                 self._gradients_of(backward, worker, found, payload, *of_derived)
         chunk.note_answered(len(message.outcomes))

@@ -189,7 +189,7 @@ class WorkerHandle:
             item.settle(error_maker(error))
             # It may have used up its graph, or may never begin.
             if isinstance(item, Backward) and item.again and item.is_last:
-                self.graphs.handle(item.call, CANCEL)
+                self.graphs.note_unfinished(item.call, item.asked.graph_task, CANCEL)
         self.under_way.put_in_grace(sent, now)
 
     # --- messages to the worker

@@ -364,6 +364,8 @@ class World:
         self._numbers, self._chunks = itertools.count(1), itertools.count(1)
         # operations and backwards that were cancelled with grace, and when
         self.cancelled: dict[Any, float] = {}
+        # when the workers were asked to skip what was cancelled; after a long turn this is later
+        self.skipped: dict[Any, float] = {}
         self.operations = [Operation(rng, self.can_kill) for _ in range(rng.randint(1, 5))]
         # when backwards with this number are cancelled with grace, or operations
         self.cancels: dict[Any, float] = {
@@ -486,6 +488,7 @@ class World:
                 case "kill operation":
                     assert target.deadline <= now, "an operation is ended too early"
                     self._kill(target, now)
+                    self.is_woken = True
                 case "drain":
                     self._pause()
                     self._receive(target)
@@ -659,6 +662,7 @@ class World:
             if call.operation is operation and not call.outcome:
                 call.outcome = "cancelled"
         operation.limit = 0
+        self.skipped[operation] = self.now
         for worker in self.workers.values():
             worker.under_way.cancel(operation)
         self.queue.tidy()
@@ -726,7 +730,8 @@ class World:
             cancelled_at = self._cancelled_at(part)
             parts = worker.inbox[0][1]
             if worker.is_seen and all(each.outcome == "cancelled" for each in parts):
-                seen_at = cancelled_at + self.unseen + self.away
+                skipped_at = self.skipped.get(part.operation, cancelled_at)
+                seen_at = skipped_at + self.unseen + self.away
                 assert worker.began <= seen_at + 1e-5, "what was cancelled begins"
             if self.can_kill and worker.is_seen and not worker.retiring:
                 # A worker at a backward that is needed is looked at again after as long.

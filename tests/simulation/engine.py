@@ -206,7 +206,8 @@ class World:
         self.lost_nodes = False
         self.calls_per_worker: int | None = None
         self.cancelled_graphs: set[int] = set()  # that a backward was cancelled of
-        self.cancelled_backwards: set[int] = set()
+        # by call, the backwards that were cancelled before they had an outcome
+        self.cancelled_backwards: dict[int, set[int]] = {}
         # backwards that leave nothing of a graph, by graph
         self.last_backwards: dict[int, set[int]] = {}
         self.used_up_graphs: set[int] = set()  # by a backward that left nothing
@@ -743,10 +744,9 @@ class SimulatedWorker:
         known = self.graphs.get(of.call)
         if step.consumed:
             others = self.world.last_backwards.get(of.call, set()) - {of.graph_task}
+            others -= self.world.cancelled_backwards.get(of.call, set())
             self.check(
-                known is not None
-                or of.call in self.world.used_up_graphs
-                or bool(others - self.world.cancelled_backwards),
+                known is not None or of.call in self.world.used_up_graphs or bool(others),
                 "a graph is used up that no backward has used up",
                 of.call,
             )

@@ -564,11 +564,12 @@ class History:
         )
         if number is not None:
             self.note(f"backward {number} is cancelled")
-            self.world.cancelled_backwards.add(number)
             for each in self.sent:
                 if each.graph_task == number:
                     each.is_cancelled = True
                     self.world.cancelled_graphs.add(each.call)
+                    if not each.reply.arrived:
+                        self.world.cancelled_backwards.setdefault(each.call, set()).add(number)
             self.scheduler.cancel_backward(number)
 
     # --- cancelled requests
@@ -871,6 +872,7 @@ class History:
     # --- the end
 
     def _until_nothing_happens(self) -> None:
+        self._looks = 0
         while self.happens():
             pass
 

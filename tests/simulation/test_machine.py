@@ -7,11 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import mpgrad
+from mpgrad.machine.deaths import Limits
+from mpgrad.machine.ledger import CANCEL, CONSUMED, FAIL, FREED, KEEP, LOST, GraphLedger
 from mpgrad.machine.queue import Backlog
+from mpgrad.machine.under_way import Chunk, SentChunks
 
 pytestmark = pytest.mark.quick
 
@@ -72,3 +76,41 @@ def test_backwards_that_did_not_run_keep_their_order() -> None:
     backlog.put_again(first)
     backlog.put_again(second)
     assert list(backlog) == [first, second, third, further]
+
+
+@pytest.mark.parametrize(("event", "state"), [(FAIL, FREED), (CANCEL, LOST)])
+def test_a_late_answer_does_not_undo_a_later_backward(event: str, state: str) -> None:
+    """Symptom: a worker lacked a graph that two backwards had used up, of which the first had
+    failed. Cause: its answer came after the second was sent, and then counted for both."""
+    ledger = GraphLedger()
+    ledger.handle(1, KEEP)
+    ledger.use_up(1, graph_task=10)
+    ledger.use_up(1, graph_task=11)
+    ledger.note_unfinished(1, 10, event)
+    assert ledger.states[1] == CONSUMED
+    ledger.note_unfinished(1, 11, event)
+    assert ledger.states[1] == state
+
+
+def test_the_successor_of_a_worker_knows_which_backward_used_up_a_graph() -> None:
+    gone, successor = GraphLedger(), GraphLedger()
+    gone.handle(1, KEEP)
+    gone.use_up(1, graph_task=10)
+    successor.move_here(1, before=gone)
+    successor.note_unfinished(1, 10, CANCEL)
+    assert successor.states[1] == LOST
+
+
+def test_what_a_late_turn_skips_is_noted_in_the_next_one() -> None:
+    """Cause: to end operations may take longer than a worker needs to see that a chunk is skipped,
+    but the chunk counted as skipped from the beginning of that turn."""
+    limits = Limits(queue=Any, can_kill=True, recoverable=True)  # type: ignore[arg-type]
+    under_way = SentChunks()
+    worker = SimpleNamespace(under_way=under_way, termination=None, gone=None)
+    operation = Chunk(None, [], [], None, None)  # any object
+    limits.deadlines.put(1.0, operation)
+    steps = limits.steps([worker], now=2.0)
+    assert next(steps) == ("kill operation", operation)
+    under_way.just_skipped.append(1)
+    assert not list(steps)
+    assert under_way.just_skipped == [1]
