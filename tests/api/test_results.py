@@ -481,8 +481,8 @@ def test_memory_of_former_maps_is_given_back(fresh_pool: mpgrad.Pool) -> None:
         fresh_pool.map(lambda k: capture * k, range(4), 1)
 
     def rounds(count: int) -> tuple[int, int]:
-        for _ in range(count):
-            products(torch.ones(500_000))
+        for k in range(count):
+            products(torch.full((500_000,), float(k)))  # a copy of each is sent
         gc.collect()
         fresh_pool.map(time.sleep, [0.02] * 8, 1)  # what is given back is told with an answer
         stats = fresh_pool.stats()

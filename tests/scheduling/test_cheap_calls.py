@@ -399,7 +399,9 @@ def test_the_log_says_once_that_sending_costs_more(
         )
         took, own = (float(each.rpartition(" ")[2]) for each in line.split(" ms")[:2])
         assert took > 1.5 * own > 0
-        assert line.endswith("use larger items, several items in one call, or a plain loop")
+        # On a busy machine any part of a map may take most of its time.
+        remedies = "use larger items, several items in one call, or a plain loop", "read-only"
+        assert line.endswith(remedies)
         for _ in range(2 * MAPS):
             pool.map(tiny, many())
     with staffed(mpgrad.Pool(2, engine="thread")) as pool:  # not in another pool either

@@ -54,7 +54,7 @@ IDLE_DEATHS = 2  # as in `mpgrad.machine.deaths`
 START_PATIENCE = 2.0  # as in `supervisor`
 MOST_EVENTS = 20_000  # of one history; more of them mean a livelock
 # looks at the clock in a row; more of them mean a wait for a worker that hangs, without a time-out
-MOST_LOOKS = 50
+MOST_LOOKS = 200
 STEPS = {  # the relative frequency of each step
     "something_happens": 60,
     "map": 14,
