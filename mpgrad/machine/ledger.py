@@ -8,11 +8,12 @@ The states of a graph, and the events that change them most often (`AFTER` is th
                └── last: a backward is sent that leaves nothing of it ──► CONSUMED
                          fail: CONSUMED ──► FREED    cancel: CONSUMED ──► LOST
     rebuild: before a backward of a graph that is LOST ──► ALIVE
-    move: the worker is gone, and another one takes its place ──► LOST there, or CONSUMED
+    move: a backward needs the graph of a worker that is gone ──► LOST at another, or CONSUMED
 FREED means that another backward is the user's mistake, and the worker raises. CONSUMED means the
-same for a graph of which nothing is left: for each further backward it is rebuilt and used up once
-more, so that PyTorch itself decides what this backward does. `free`, `last` and `rebuild` happen
-when the message is written. The other events come with an answer, a death or a release.
+same for a graph of which nothing is left: before each further backward it is rebuilt, and run
+through once, so that PyTorch itself decides what this backward does. If a graph is lost while it is
+FREED, the mistake goes unnoticed. `free`, `last` and `rebuild` happen when the message is written,
+and `move` when the backward gets another worker. The other events come with an answer.
 Assumes: called by the scheduling thread. Any thread may append to `released` and `consumed`, and
     ask which graphs are there or needed.
 """
@@ -119,7 +120,7 @@ class GraphLedger:
     def note_unfinished(self, call: int, graph_task: int, event: str) -> None:
         """Note that such a backward has failed, was cancelled or did not begin.
 
-        If another one was sent since, that one will use up the graph.
+        If another such backward was sent since, that one uses up the graph.
         """
         if self._used_up_by.get(call) == graph_task:
             self.handle(call, event)
@@ -153,11 +154,11 @@ class GraphLedger:
         self._used_up_by[call] = before._used_up_by.get(call)
 
     def rebuild(self, call: int, again: bool) -> str | None:
-        """Return the state of a graph that must be rebuilt before a backward, and note it as ALIVE,
-        unless it is used up.
+        """Return the state of a graph that must be rebuilt before a backward, or None.
 
-        Return None if the graph need not be rebuilt. `again` means that the backward was sent
-        before, so it may have freed the graph itself.
+        A LOST graph counts as ALIVE from now on, and a CONSUMED one stays so. `again` means that
+        the backward was sent before, and may have freed or used up the graph itself. Then any graph
+        is rebuilt, and counts as ALIVE.
         """
         before = self.states.get(call)
         self.handle(call, REBUILD_AGAIN if again else REBUILD)

@@ -9,7 +9,7 @@ that it has not begun can be taken back, for another worker or because nobody ne
 
 So a call is run by the worker or taken back, and never both. A call whose chunk was skipped just
 too late is answered as usual. If the worker answers calls unrun that were not taken back, they
-return to the queue.
+return to the queue. If it dies, all calls that it has not answered run again (see `deaths`).
 
 Assumes: called by the scheduling thread; any thread may count what is under way.
 """
