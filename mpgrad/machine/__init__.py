@@ -4,9 +4,11 @@ what follows from its death. They run in the caller only.
 This package imports only itself and pure parts of the standard library: no clock, thread, signal,
 log, socket or torch. Its callers pass the time as an argument. Calls, operations and workers are
 handles, of which it reads sizes, flags and counts: see `queue.AnyWorker`,
-`under_way.ProgressHandle`, and `mpgrad.calls` for the others. It changes only its own objects and
-the handles' notes on time limits and deaths, and asks workers to skip chunks. `mpgrad.scheduling`
-carries out the decisions, and `tests/simulation/alone.py` does so with stubs.
+`under_way.ProgressHandle`, and `mpgrad.calls` for the others. It changes its own objects, the
+queues of operations, and the handles' notes on time limits and deaths. Through handles it also asks
+workers to skip chunks, cancels calls that a listener refuses (`Operation.starts`), and numbers
+functions. All else is carried out by `mpgrad.scheduling`, and with stubs by
+`tests/simulation/alone.py`.
 
 Read the modules in this order:
 

@@ -1,6 +1,6 @@
 """Ledgers note what one worker has been given: graphs, and sums of captures' gradients.
 
-The states of a graph, and the events that change them most often (`AFTER` is the whole table):
+The states of a graph, and the events that change them most often (`AFTER` has all but the release):
 
     keep ──► ALIVE ──► free: a backward that is not to keep the graph is sent ──► FREED
                │

@@ -19,8 +19,8 @@ __all__ = [
     "DIED_BEFORE",
     "GIVEN_BACK",
     "GRAPH_MISSING",
-    "LOST",
-    "MOST_CALLS",
+    "LOST_WITH",
+    "MOST_TOLD",
     "OVERDUE",
     "SENT",
     "WAITS",
@@ -37,14 +37,14 @@ GIVEN_BACK = "waits again, because it had not begun"
 DIED_AT = "worker {} died while it ran the call"
 DIED_BEFORE = "worker {} died when the call was next"
 OVERDUE = "worker {} was ended, because the call took longer than its timeout"
-LOST = "waits again, because it was lost with worker {}"
+LOST_WITH = "waits again, because it was lost with worker {}"
 BACKWARD_SENT = "its backward is sent to worker {}"
 BACKWARD_ANSWERED = "worker {} has answered its backward"
 BACKWARD_MOVED = "its backward goes to worker {}, because the worker of its graph is gone"
 GRAPH_MISSING = "worker {} has no graph for its backward; it waits until the graph is rebuilt"
 
 # If an operation has more calls, only those that were sent last are kept.
-MOST_CALLS = 10_000
+MOST_TOLD = 10_000
 # the latest ones of one call, which may be given back again and again
 MOST_TRANSITIONS = 100
 
@@ -67,8 +67,8 @@ class Story:
     def shorten(self) -> None:
         """Forget the calls that were sent first, if there are too many."""
         # Another thread may be reading the old dictionary, so this makes a new one.
-        if len(self.calls) > 2 * MOST_CALLS:
-            self.calls = dict(list(self.calls.items())[-MOST_CALLS:])
+        if len(self.calls) > 2 * MOST_TOLD:
+            self.calls = dict(list(self.calls.items())[-MOST_TOLD:])
 
     def of(self, item: int) -> Sequence[Transition]:
         """Return the transitions of the call that has this item."""

@@ -133,7 +133,8 @@ class SentChunks:
         self.just_skipped: list[int] = []
         # chunks with a part that was cancelled with grace
         self.in_grace: set[int] = set()
-        # when the worker is killed if it still runs such a part, on the same clock
+        # when the worker is killed if it still runs such a part, on the same clock; calls behind it
+        # are skipped first, which may put this off
         self.grace_ends = math.inf
 
     def __bool__(self) -> bool:

@@ -10,8 +10,9 @@ that could block the thread (callbacks, log handlers and streams) runs in anothe
 
     a turn: fall_asleep: work ──► feed ──► keep_time ──► [engine.wait] ──► wake_up: serve each link
 
-This module and the tracer read the clock. Other parts get the time as an argument. The thread that
-drives the scheduler, or a simulation, waits for the engine between the two halves of a turn.
+Only the scheduler and the tracer read the clock. Other parts get the time as an argument, and at
+the pool's end the clock (`WorkerSupervisor.await_exits`). The thread that drives the scheduler, or
+a simulation, waits for the engine between the two halves of a turn.
 
 No wake-up is lost. A thread that has work writes the work, then `_woken`, and then reads `_sleep`.
 The dispatcher's thread writes `_sleep`, and then reads `_woken` and the inbox. So at least one of

@@ -35,7 +35,7 @@ from mpgrad.machine.queue import CallQueue
 from mpgrad.machine.story import (
     BACKWARD_MOVED,
     DIED_AT,
-    LOST,
+    LOST_WITH,
 )
 from mpgrad.machine.under_way import Chunk
 from mpgrad.scheduling.known_functions import KnownFunctions
@@ -207,7 +207,7 @@ class Recovery:
             if chunk.operation is not None:
                 calls = [call for _, call in chunk.calls]
                 self.reruns += self._queue.put_back(
-                    chunk.operation, calls, now, LOST, worker.number
+                    chunk.operation, calls, now, LOST_WITH, worker.number
                 )
                 self._readmit(chunk.operation, now)
             worker.backlog.put_back(chunk.from_backlog)

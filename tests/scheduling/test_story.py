@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import mpgrad
-from mpgrad.machine.story import MOST_CALLS, MOST_TRANSITIONS, SENT, Story
+from mpgrad.machine.story import MOST_TOLD, MOST_TRANSITIONS, SENT, Story
 
 pytestmark = pytest.mark.quick
 
@@ -118,10 +118,10 @@ def test_bundles_of_a_map(fork_server: mpgrad.Pool) -> None:
 
 def test_a_story_has_an_end() -> None:
     story = Story()
-    for item in range(2 * MOST_CALLS + 1):
+    for item in range(2 * MOST_TOLD + 1):
         story.calls[item] = ((0.0, SENT, 1),)
     story.shorten()
-    assert len(story.calls) == MOST_CALLS and not story.of(0)
+    assert len(story.calls) == MOST_TOLD and not story.of(0)
     for _ in range(2 * MOST_TRANSITIONS):
         story.note(-1, (0.0, SENT, 1))
     assert len(story.of(-1)) == MOST_TRANSITIONS

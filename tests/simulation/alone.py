@@ -36,7 +36,7 @@ if __name__ == "__main__":
 from mpgrad.machine.deaths import IDLE_DEATHS, SOME, Limits, death_of, failing, judged, successor
 from mpgrad.machine.policy import NEAR, SEEN
 from mpgrad.machine.queue import Backlog, CallQueue
-from mpgrad.machine.story import LOST, Story
+from mpgrad.machine.story import LOST_WITH, Story
 from mpgrad.machine.timing import FunctionTiming
 from mpgrad.machine.under_way import GRACE_PERIOD, Chunk, SentChunks
 
@@ -617,7 +617,7 @@ class World:
     def _put_back(self, worker: Worker, chunks: list[Chunk]) -> None:
         for chunk in reversed(chunks):
             calls = [call for _, call in chunk.calls]
-            self.queue.put_back(chunk.operation, calls, self.now, LOST, worker.number)
+            self.queue.put_back(chunk.operation, calls, self.now, LOST_WITH, worker.number)
             if backwards := [each for each in chunk.backwards if not each.arrived]:
                 self._successor().backlog.put_back(backwards)
 
