@@ -94,11 +94,19 @@ class Limits:
 
     def steps(self, workers: Iterable[AnyWorker], now: float) -> Iterator[tuple[Step, Any]]:
         """Do what is due. This runs in each turn."""
+        workers = list(workers)
+        # This comes first. Steps may take long, and what they skip gets the moment of the next
+        # turn.
+        for worker in workers:
+            if worker.under_way.just_skipped:
+                worker.under_way.note_skips(now)
         self.next_look = math.inf
-        for worker in list(workers):
+        if self.deadlines.heap:
+            for operation in self.deadlines.due(now):
+                yield "kill operation", operation
+            self.next_look = self.deadlines.next
+        for worker in workers:
             under_way = worker.under_way
-            if under_way.just_skipped:
-                under_way.note_skips(now)
             first = under_way.first
             has_limit = first is not None and first.timeout is not None
             if not (has_limit or worker.termination or under_way.grace_ends < math.inf):
@@ -109,12 +117,6 @@ class Limits:
                 yield step, worker
             if worker.gone is None:
                 self.next_look = min(self.next_look, overdue_at(worker, now), under_way.grace_ends)
-        # This comes last. It may take long, and what it skips is noted with the moment of the next
-        # turn.
-        if self.deadlines.heap:
-            for operation in self.deadlines.due(now):
-                yield "kill operation", operation
-            self.next_look = min(self.next_look, self.deadlines.next)
 
     def _step(self, worker: AnyWorker, is_drained: bool, now: float) -> Step | None:
         """Return what is to be done with the worker now.

@@ -199,27 +199,24 @@ class CallQueue:
                     (self.operations or worker.backlog)
                     and worker.ready
                     and len(worker.under_way.chunks) <= depth
+                    and (chunk := self.next_chunk_for(worker, now)) is not None
                 ):
-                    yield from self.next_chunk_for(worker, now)
+                    yield chunk
+                    # These calls may have to be taken back.
+                    if worker.under_way.has_for_others:
+                        self.look_at = min(self.look_at, now + LONG_CALL)
 
-    def next_chunk_for(self, worker: AnyWorker, now: float) -> Iterator[NextChunk]:
-        """Decide what this worker gets, if anything, however much it has been sent.
+    def next_chunk_for(self, worker: AnyWorker, now: float) -> NextChunk | None:
+        """Take what this worker gets next, however much it has been sent.
 
-        Backwards go first, because callers wait for them.
+        Backwards go first, because callers wait for them. Return None if the worker should get
+        nothing now.
         """
         if worker.backlog:
-            yield NextChunk(worker, None, [])
+            return NextChunk(worker, None, [])
         # A running call in its grace period either ends soon, or its worker is killed.
-        elif not (worker.retiring or worker.under_way.in_grace):
-            chunk = self._next_for(worker, now)
-            if chunk is not None:
-                yield chunk
-                # These calls may have to be taken back.
-                if worker.under_way.has_for_others:
-                    self.look_at = min(self.look_at, now + LONG_CALL)
-
-    def _next_for(self, worker: AnyWorker, now: float) -> NextChunk | None:
-        """Return calls for the worker, or None if it should not be given a call now."""
+        if worker.retiring or worker.under_way.in_grace:
+            return None
         room = self._room(worker)
         place = 0
         while place < len(self.operations) and room > 0:

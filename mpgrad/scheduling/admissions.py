@@ -126,9 +126,10 @@ class Admissions:
         # Work that has begun is finished first, so that its memory is given back.
         self._queue.join(operation, [call], first=True)
         giver = outcomes[-1].worker
-        if giver.ready and giver.gone is None and not giver.under_way:
-            # The worker that has a part of the input runs the call next.
-            self._deliveries.send(self._queue.next_chunk_for(giver, now), now)
+        is_idle = giver.ready and giver.gone is None and not giver.under_way
+        # The worker that has a part of the input runs the call next.
+        if is_idle and (chunk := self._queue.next_chunk_for(giver, now)) is not None:
+            self._deliveries.send(chunk, now)
 
     def look_at_backward(self, backward: Backward, now: float) -> None:
         """Put the gradients of other backwards into a backward. If one is missing, look again when

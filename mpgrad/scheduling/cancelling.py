@@ -112,8 +112,6 @@ class Canceller:
             match step:
                 case "kill operation":
                     self.kill(target, now)
-                    # Workers may have been given a grace period.
-                    self._driver.wake()
                 case "drain":
                     self._drain(target, now)
                 # The end of its pipe is read next, as for any worker that dies.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from mpgrad.callbacks import report
 from mpgrad.machine.queue import NextChunk
@@ -41,22 +41,21 @@ class Deliveries:
         # calls whose graphs were rebuilt
         self.recomputed = 0
 
-    def send(self, chunks: Iterable[NextChunk], now: float) -> None:
-        """Send workers their chunks. Each is sent before the next is decided."""
-        for worker, operation, calls in chunks:
-            number = next(self._chunk_numbers)
-            if operation is None:
-                messages, payload, chunk = worker.writer.backward(number, worker.backlog)
-                self.recomputed += sum(map(recomputed_by, messages))
-                for backward in chunk.backwards:
-                    backward.note((now, BACKWARD_SENT, worker.number))
-            else:
-                messages, payload, chunk = worker.writer.forward(number, operation, calls)
-                operation.options.story.shorten()
-            worker.add(number, chunk, now)
-            if self.tracer.trace is not None:
-                self.tracer.sent(worker, number)
-            self.transmit(worker, messages, now, payload)
+    def send(self, next_chunk: NextChunk, now: float) -> None:
+        worker, operation, calls = next_chunk
+        number = next(self._chunk_numbers)
+        if operation is None:
+            messages, payload, chunk = worker.writer.backward(number, worker.backlog)
+            self.recomputed += sum(map(recomputed_by, messages))
+            for backward in chunk.backwards:
+                backward.note((now, BACKWARD_SENT, worker.number))
+        else:
+            messages, payload, chunk = worker.writer.forward(number, operation, calls)
+            operation.options.story.shorten()
+        worker.add(number, chunk, now)
+        if self.tracer.trace is not None:
+            self.tracer.sent(worker, number)
+        self.transmit(worker, messages, now, payload)
 
     def record_all(self, is_on: bool, now: float) -> None:
         """Have all workers report for a timeline what they do from now on, or end that."""

@@ -355,8 +355,8 @@ class InlineScheduler(Scheduler):
     def feed(self, now: float) -> None:
         (worker,) = self.workers.values()
         # A task may use the pool again, so chunks under way have no limit.
-        if worker.ready:
-            self.deliveries.send(self._queue.next_chunk_for(worker, now), now)
+        if worker.ready and (chunk := self._queue.next_chunk_for(worker, now)) is not None:
+            self.deliveries.send(chunk, now)
 
     def nudge(self) -> None:
         """Do nothing: updates go with the next message."""

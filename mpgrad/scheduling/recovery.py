@@ -30,7 +30,6 @@ from mpgrad.calls.operations import FailedResult, Operation
 from mpgrad.calls.packing import PackedCall
 from mpgrad.errors import CallTimeoutError, SharedMemoryError, WorkerDiedError, add_note
 from mpgrad.machine.deaths import Death, failing, judged, successor
-from mpgrad.machine.ledger import CANCEL
 from mpgrad.machine.queue import CallQueue
 from mpgrad.machine.story import (
     BACKWARD_MOVED,
@@ -219,10 +218,8 @@ class Recovery:
         """
         # why nothing can run again
         reason = self._life.broken or self._life.ended
-        # An item that has arrived was cancelled.
-        if item.arrived:
-            if isinstance(item, Backward):
-                gone.graphs.handle(item.call, CANCEL)
+        if item.arrived:  # it was cancelled
+            pass
         elif reason is not None:
             item.settle(error_maker(reason))
         elif isinstance(item, SumRequest):

@@ -1,5 +1,6 @@
-"""The scheduler decides which worker gets what and when, and what follows when a worker dies. It
-knows nothing of threads and selectors. This module runs in the caller only.
+"""The scheduler carries out what `mpgrad.machine` decides: it sends workers their chunks, and
+starts and ends workers. It knows nothing of threads and selectors. This module runs in the caller
+only.
 
     callers ── admit, send_gradients, release ──► inbox, backlogs ──► [the scheduling thread]
     callers ◄── Operation.outcomes, Backward.settle ◄───────────────────────────┘  ▲
@@ -153,7 +154,8 @@ class Scheduler(Driver):
         """Wait for the end that `drain` or `terminate` has requested."""
 
     def feed(self, now: float) -> None:
-        self.deliveries.send(self._queue.next_chunks(self.workers.values(), now), now)
+        for chunk in self._queue.next_chunks(self.workers.values(), now):
+            self.deliveries.send(chunk, now)
         self.supervisor.end_retiring(now)
 
     # --- any thread: operations

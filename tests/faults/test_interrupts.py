@@ -549,6 +549,28 @@ def test_backwards_that_had_not_begun_can_be_asked_for_again(
     )
 
 
+def test_an_interrupt_of_a_mistaken_backward(fresh_pool: mpgrad.Pool, tmp_path: Path) -> None:
+    """Symptom: a third backward worked. Cause: the second one's worker was killed while it rebuilt
+    the graph, and this undid what the first had used up."""
+    x, go = torch.ones(3, requires_grad=True), tmp_path / "go"
+
+    def square(x: Tensor) -> Tensor:
+        if go.exists():
+            begin(tmp_path, sleeps, 0)
+        return (x**2).sum()
+
+    (y,) = fresh_pool.map(square, [x])
+    y.backward()
+    go.touch()
+    with interrupted(lambda: count(tmp_path, "begun") == 1):
+        y.backward()
+    go.unlink()
+    with pytest.raises(RuntimeError, match="second time"):
+        y.backward()
+    assert fresh_pool.stats().kills == 1
+    assert torch.equal(x.grad, torch.full((3,), 2.0))  # type: ignore[arg-type]
+
+
 def test_an_interrupt_in_a_hook_of_the_caller(
     fork_server: mpgrad.Pool, fresh_pool: mpgrad.Pool, tmp_path: Path
 ) -> None:

@@ -7,10 +7,8 @@ when a step is removed.
 from __future__ import annotations
 
 import gc
-import itertools
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -236,33 +234,6 @@ def test_a_future_has_few_objects_that_the_collector_visits(pool: mpgrad.Pool) -
     finally:
         gc.enable()
     assert found < 38
-
-
-def test_a_chunk_of_one_call_runs_few_functions_in_its_worker(fork_server: mpgrad.Pool) -> None:
-    with mpgrad.Pool(1) as pool:
-        found = []
-        for _ in range(4):
-            pool.apply(begin_to_count)
-            pool.map(double, [torch.ones(3) for _ in range(CHUNK)], chunksize=1)
-            found.append(pool.apply(counted_functions) / CHUNK)
-    assert min(found) < 160
-
-
-def begin_to_count() -> None:
-    vars(sys)["own_count"] = found = itertools.count()
-
-    def note(frame: object, event: str, arg: object) -> None:
-        if event == "call":
-            next(found)
-
-    sys.setprofile(note)
-
-
-def counted_functions() -> int:
-    """Return how many Python functions this worker has called since `begin_to_count`."""
-    sys.setprofile(None)
-    found: int = next(vars(sys).pop("own_count"))
-    return found
 
 
 def counted(pool: mpgrad.Pool) -> list[int]:

@@ -485,7 +485,6 @@ class World:
                 case "kill operation":
                     assert target.deadline <= now, "an operation is ended too early"
                     self._kill(target, now)
-                    self.is_woken = True
                 case "drain":
                     self._pause()
                     self._receive(target)

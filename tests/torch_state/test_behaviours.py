@@ -391,6 +391,7 @@ NOT_TORCH = {
 NOT_TORCH |= {"_SubParsersAction", "_asdict", "_fields", "_getframe", "_lru_cache_wrapper"}
 NOT_TORCH |= {"_done_callbacks", "_posixshmem", "_initial_value", "_lock", "_value"}
 NOT_TORCH |= {"_aborting"}  # of joblib
+NOT_TORCH |= {"_member_type_"}  # of enumerations
 NOT_TORCH |= {"_exitfunc", "_registered_with_atexit", "_registry"}  # of weakref.finalize
 NOT_TORCH |= {"_cache", "_handlerList", "_shutdown"}  # of logging and threading
 NOT_TORCH |= {"_accessors", "_accessor", "_get_dump"}  # of pandas and abc
