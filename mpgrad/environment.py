@@ -370,13 +370,16 @@ class TaskFilters:
         known = set(map(id, self._set))
         return [each for each in self._others if id(each) not in known]
 
-    def __enter__(self, *_: object) -> None:
+    def __enter__(self) -> None:
+        self._swap()
+
+    def __exit__(self, *error: object) -> None:
+        self._swap()
+
+    def _swap(self) -> None:
         if self._others is not None:
             self._others, warnings.filters = warnings.filters, self._others
             self._in_force = not self._in_force
-
-    # the end puts back what the beginning has put aside
-    __exit__ = __enter__
 
 
 FILTERS = TaskFilters()
@@ -501,6 +504,8 @@ FOLLOWER = EnvironmentFollower()
 
 class ProcessSide:
     in_worker = False
+    # modules whose import has started the pool of this worker, or that pool's own caller's
+    importing: frozenset[str] = frozenset()
 
 
 PLACE = ProcessSide()

@@ -373,6 +373,7 @@ def serve_spawned(descriptor: int, number: int, tracker: int) -> NoReturn:
 
 def settle(start: Start, number: int) -> None:
     """Make this process look like the parent to the code that will run in it."""
+    PLACE.importing = start.importing
     become_child(start.preparation, number)
     environment = start.environment
     if start.remote:  # this machine has its own state, but may have a folder with the same name

@@ -217,16 +217,16 @@ class CallRun:
         those of the tensors that need gradients."""
         # for each item: the structure of its result, and the number of its tensors
         self.shapes: list[tuple[Structure, int]] = []
-        # items of a bundle that failed alone; see `Result` for these four
-        self.failed: Sequence[tuple[int, Failure]] = ()
+        # items of a bundle that failed alone
+        self.failed: list[tuple[int, Failure]] = []
         self.tensors: list[torch.Tensor] = []
         self.flags: list[int] = []
         # known before the run for a bundle, because its inputs are leaves
         self.inputs = edges_at(entrances) if call.bundle else []
         self.graph: GraphEdges | None = None  # of all items, once all have run
-        self.unused: Sequence[int] = ()  # inputs that the graph does not reach
-        self.strays: Sequence[tuple[int, str]] = ()
-        self.errors: Sequence[tuple[int, str]] = ()
+        self.unused: Sequence[int] = ()  # inputs that the graph does not reach, see `Result`
+        self.strays: list[tuple[int, str]] = []  # see `Result`
+        self.errors: list[tuple[int, str]] = []  # see `Result`
         self._call = call
         self._refs = refs
         self._given = given
@@ -266,14 +266,14 @@ class CallRun:
         if not self._known:
             self._known = set(map(id, itertools.chain(self._given, self._function.captures)))
         for number, words in self._function.strays.behind(found, self._known, copied).items():
-            self.strays = [*self.strays, (len(self.tensors) + number, words)]
+            self.strays.append((len(self.tensors) + number, words))
             if found[number].is_leaf:
                 self._kept_leaves.append(found[number])
 
     def note_errors(self, found: Sequence[torch.Tensor]) -> None:
         """Find the errors that a backward of an item's results would raise."""
         for number, words in errors_behind(found).items():
-            self.errors = [*self.errors, (len(self.tensors) + number, words)]
+            self.errors.append((len(self.tensors) + number, words))
 
     def connect(self, found: Sequence[torch.Tensor], reentrant: bool) -> list[torch.Tensor]:
         """Connect the results of an item, or of all items, to the graph. Return the results that
@@ -703,9 +703,9 @@ class Runner:
                 gradients,
                 bundle,
                 run.unused,
-                run.strays,
-                run.errors,
-                run.failed,
+                run.strays or (),
+                run.errors or (),
+                run.failed or (),
             )
             sums = None if gradients is None else run.sums
             del run, packed
@@ -758,7 +758,7 @@ class Runner:
             except BaseException as error:
                 if not (call.bundle and goes_on):
                     raise
-                run.failed = [*run.failed, (stage.offset, stage.failure(error))]
+                run.failed.append((stage.offset, stage.failure(error)))
                 run.shapes.append((None, 0))
                 stage.failed_seconds += time.perf_counter() - began
                 continue

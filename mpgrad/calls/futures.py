@@ -40,9 +40,6 @@ __all__ = ["UnlockedFuture"]
 R = TypeVar("R")
 FINAL = CANCELLED_AND_NOTIFIED, FINISHED
 COURSE, CALLBACKS, BELLS = "course", "callbacks", "bells"
-# how deep a thread is inside the `_condition` of a future, and the state that it sees there, by the
-# numbers of both
-FROZEN: dict[tuple[int, int], tuple[int, str]] = {}
 
 
 class UnlockedFuture(concurrent.futures.Future[R]):
@@ -50,9 +47,11 @@ class UnlockedFuture(concurrent.futures.Future[R]):
 
     def __init__(self) -> None:
         # `Future.__init__` would make the lock, so it is not called.
-        # Each entry is set once. The thread that sets COURSE decides whether the call runs or is
-        # cancelled. Few futures have CALLBACKS or BELLS, which are lists.
-        self._entries: dict[str, Any] = {}
+        # One dictionary for all, since the collector of cycles visits each object of each future.
+        # The thread that sets COURSE first decides whether the call runs or is cancelled. Few
+        # futures have CALLBACKS or BELLS, which are lists, or the number of a thread: how deep it
+        # is inside `_condition`, and the state that it sees there.
+        self._entries: dict[str | int, Any] = {}
         self._has_ended = False
         self._result = None
         self._exception: BaseException | None = None
@@ -87,7 +86,7 @@ class UnlockedFuture(concurrent.futures.Future[R]):
 
     def _starts(self) -> bool:
         """Note that the call begins, perhaps again. Return False if it was cancelled before."""
-        return self._entries.setdefault(COURSE, RUNNING) is RUNNING
+        return bool(self._entries.setdefault(COURSE, RUNNING) == RUNNING)
 
     def _end(self, exception: BaseException | None) -> None:
         """Note that the call, which has started, has ended."""
@@ -116,7 +115,7 @@ class UnlockedFuture(concurrent.futures.Future[R]):
 
     @property
     def _state(self) -> str:  # type: ignore[override]
-        _, frozen = FROZEN.get((threading.get_ident(), id(self)), (0, None))
+        _, frozen = self._entries.get(threading.get_ident(), (0, None))
         return frozen or self._present()
 
     @property
@@ -159,17 +158,17 @@ class FrozenState:
         self._future = future
 
     def acquire(self) -> None:
-        here = threading.get_ident(), id(self._future)
-        depth, state = FROZEN.get(here) or (0, self._future._present())
-        FROZEN[here] = depth + 1, state
+        entries, thread = self._future._entries, threading.get_ident()
+        depth, state = entries.get(thread) or (0, self._future._present())
+        entries[thread] = depth + 1, state
 
     def release(self) -> None:
-        here = threading.get_ident(), id(self._future)
-        depth, state = FROZEN[here]
+        entries, thread = self._future._entries, threading.get_ident()
+        depth, state = entries[thread]
         if depth > 1:
-            FROZEN[here] = depth - 1, state
+            entries[thread] = depth - 1, state
         else:
-            del FROZEN[here]
+            del entries[thread]
 
     def __enter__(self) -> None:
         self.acquire()

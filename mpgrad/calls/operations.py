@@ -629,9 +629,8 @@ class SubmittedOperation(Operation):
         self._tell_dependents()
 
     def _tell_dependents(self) -> None:
-        dependents, self.dependents = self.dependents, []
-        for tell in dependents:
-            tell()
+        while self.dependents:
+            self.dependents.pop(0)()
 
 
 # --- outcomes of calls

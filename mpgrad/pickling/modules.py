@@ -1072,15 +1072,15 @@ def pickle_finds(module: str) -> bool:
     return module.partition(".")[0] in sys.modules and module != ""
 
 
-def being_imported() -> str | None:
-    """Return the name of the module whose import made this call, if an import did."""
-    frame = inspect.currentframe()
+def being_imported() -> frozenset[str]:
+    """Return the names of the modules whose import made this call."""
+    found, frame = set(), inspect.currentframe()
     while frame is not None:
         spec = frame.f_globals.get("__spec__")
         if frame.f_code.co_name == "<module>" and getattr(spec, "_initializing", False):
-            return str(frame.f_globals["__name__"])
+            found.add(str(frame.f_globals["__name__"]))
         frame = frame.f_back
-    return None
+    return frozenset(found)
 
 
 def own_import(name: str) -> types.ModuleType:

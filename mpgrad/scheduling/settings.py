@@ -44,6 +44,8 @@ class Settings(NamedTuple):
     since: EnvironmentChanges | None = None
     # Calls run in the thread that waits for them.
     in_caller: bool = False
+    # modules that are being imported by the thread that has made the pool
+    importing: frozenset[str] = frozenset()
 
     @property
     def recoverable(self) -> bool:

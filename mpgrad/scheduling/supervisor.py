@@ -213,6 +213,7 @@ class WorkerSupervisor:
             None if settings.remote else preparation(),
             b"" if device_transfer is None else device_transfer.setup(device),
             settings.remote,
+            settings.importing,
         )
         self._deliveries.transmit(worker, [start], now)
         if (

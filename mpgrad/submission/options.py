@@ -16,10 +16,11 @@ from typing import Any, Literal, TypedDict, get_args
 from mpgrad.calls.packing import Device
 from mpgrad.cluster.ray import Ray
 from mpgrad.engines.kinds import EngineName, Traits, traits_of
-from mpgrad.environment import EnvironmentChanges
+from mpgrad.environment import PLACE, EnvironmentChanges
 from mpgrad.pickling import classes
 from mpgrad.pickling.exceptions import not_carried
 from mpgrad.pickling.initializer import dumps_initializer
+from mpgrad.pickling.modules import being_imported
 from mpgrad.progress import Progress
 from mpgrad.scheduling.settings import Settings, worker_devices
 from mpgrad.submission.results import seconds_or_none
@@ -177,6 +178,7 @@ class PoolOptions:
             remote=self.traits.remote,
             since=EnvironmentChanges(self.traits.remote) if is_process else None,
             in_caller=self.traits.in_caller,
+            importing=PLACE.importing | being_imported() if is_process else frozenset(),
         )
 
 

@@ -112,10 +112,10 @@ class Starter:
         pool, scheduler = self._options, self._scheduler
         seconds = pool.seconds(options.timeout)
         scheduler.life.check_open()
-        if PLACE.in_worker and pool.traits.is_process and (module := being_imported()) is not None:
+        if PLACE.importing and (again := PLACE.importing & being_imported()):
             raise RuntimeError(
-                f"a worker imports the module {module!r}, which calls a pool with workers of its "
-                "own while it is imported; these would import it too, and so on; put the call "
+                f"a worker imports the module {min(again)!r}, which calls a pool with workers of "
+                "its own while it is imported; these would import it too, and so on; put the call "
                 'into a function, or under if __name__ == "__main__"'
             )
         with scheduler.tracer.span("pickles", name), outside_transforms():

@@ -229,6 +229,7 @@ class Start(NamedTuple):
     remote: bool = (
         False  # the caller may be on another machine, behind an agent (see `cluster.agent`)
     )
+    importing: frozenset[str] = frozenset()  # see `environment.PLACE`
 
 
 class Follow(NamedTuple):

@@ -18,7 +18,7 @@ import pytest
 
 import mpgrad
 import mpgrad.calls
-from mpgrad.calls.futures import BELLS, FROZEN
+from mpgrad.calls.futures import BELLS
 
 PATIENCE = 60.0  # seconds
 CALLS = str(Path(mpgrad.calls.__file__).parent)
@@ -185,7 +185,8 @@ def test_futures_of_several_kinds_together(pool2: mpgrad.Pool, tmp_path: Path) -
         with pytest.raises(concurrent.futures.TimeoutError):
             [*concurrent.futures.as_completed([endless], 0.01)]
         (tmp_path / "go").touch()
-        assert not endless._entries[BELLS] and not FROZEN
+        assert not endless._entries[BELLS]
+        assert all(isinstance(each, str) for each in endless._entries)  # no thread is inside
 
 
 if __name__ == "__main__":
