@@ -1197,6 +1197,7 @@ def test_graphs_that_were_released_as_they_were_dropped(fork_server: mpgrad.Pool
             later = pool.map_async(lambda x: (time.sleep(0.2), (x * 2).exp())[1], [x])
             del first
             del x
+            eventually(lambda: graphs_known(pool) == 0)  # while the worker runs the other
             later.get()
             del later
         eventually(lambda: pool.map(abs, [1]) and graphs_known(pool) == 0)
