@@ -1,5 +1,5 @@
-"""Contains all that tests know about the inside of a pool that runs: its clock, its scheduling
-thread, and what the scheduler knows of workers, of memory and of functions.
+"""Contains all that tests know about the inside of a pool that runs: its time limits, its
+scheduling thread, and what the scheduler knows of workers, of memory and of functions.
 
 Use `pool.stats()`, `pool.story()`, `pool.timeline()` and `mpgrad.testing` instead where they tell
 enough. If you change those classes, change this module; a test checks that no other test reaches
@@ -9,9 +9,7 @@ into a pool. `simulation/adapter.py` has the same task for the simulation.
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -28,10 +26,10 @@ from mpgrad.machine.timing import Prediction
 from mpgrad.scheduling.known_functions import KnownFunctions
 from mpgrad.submission import submitter
 from mpgrad.submission.submitter import Feeder
+from mpgrad.wire.agent_messages import ProgressRecord
 
 PATIENCE = 20.0  # seconds for a machine that is busy
-LONG = 1000.0  # seconds, more than any time limit of a test
-LIMIT = 60.0  # seconds, a time limit that no call exceeds unless time is skipped
+LIMIT = 60.0  # seconds, a time limit that no call exceeds unless it is made overdue
 
 
 def scheduler_of(pool: mpgrad.Pool | mpgrad.Executor) -> Any:
@@ -39,31 +37,39 @@ def scheduler_of(pool: mpgrad.Pool | mpgrad.Executor) -> Any:
     return within._scheduler
 
 
-# --- the clock
+# --- time limits
 
 
 @contextlib.contextmanager
 def hung_calls_are_overdue(
-    pool: mpgrad.Pool | mpgrad.Executor, hung: Callable[[], int]
+    pool: mpgrad.Pool | mpgrad.Executor,
+    hung: Callable[[], int],
+    is_at: Callable[[int], bool] = lambda pid: True,
 ) -> Iterator[None]:
-    """Skip a long time on the pool's clock while more calls have hung, as `hung` counts them, than
-    workers were killed.
+    """Have hung calls begin before their time, so that they are overdue, while more calls have
+    hung, as `hung` counts them, than workers were killed.
 
-    So time limits can be so long that a busy machine keeps no other call from being in time. Time
-    passes for all workers: no other call with a limit may be under way then.
+    So time limits can be so long that a busy machine keeps no other call from being in time. If
+    several workers may have work, `is_at` tells from its pid whether a worker is at such a call.
     """
-    scheduler, skipped, is_over = scheduler_of(pool), 0.0, threading.Event()
-    scheduler.clock = lambda: time.monotonic() + skipped
+    scheduler, is_over = scheduler_of(pool), threading.Event()
+
+    def found() -> list[Any]:
+        workers = list(scheduler.workers.values())
+        is_ending = any(each.termination is not None for each in workers)
+        if is_ending or hung() <= scheduler.supervisor.kills:
+            return []
+        return [each for each in workers if has_limit(each) and is_at(each.pid)]
 
     def look(now: float) -> None:
-        nonlocal skipped
-        is_ending = any(each.termination is not None for each in scheduler.workers.values())
-        if hung() > scheduler.supervisor.kills and not is_ending:
-            skipped += LONG
+        for worker in found():
+            make_overdue(worker, now)
 
     def watch() -> None:
         while not is_over.wait(2e-3):
-            scheduler.post(look)
+            # This is the only order. The thread has to look by itself at all that follows.
+            if found():
+                scheduler.post(look)
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -72,6 +78,27 @@ def hung_calls_are_overdue(
     finally:
         is_over.set()
         watcher.join()
+
+
+def has_limit(worker: Any) -> bool:
+    first = worker.under_way.first
+    return first is not None and first.timeout is not None
+
+
+def make_overdue(worker: Any, now: float) -> None:
+    """Have the worker's running call begin a second more than its time limit ago, in the scheduling
+    thread. Nothing changes while the worker loads a function."""
+    under_way = worker.under_way
+    since = now - under_way.first.timeout - 1.0
+    under_way.since = min(under_way.since, since)
+    progress = under_way.progress
+    if progress is not None and progress.started is not None:
+        progress._numbers[ProgressRecord.STARTED] = int(min(progress.started, since) * 1e9)
+
+
+def is_overdue(worker: Any, now: float) -> bool:
+    """Return whether the worker's running call is overdue, as far as its answers were read."""
+    return deaths.overdue_at(worker, now) <= now
 
 
 # --- the scheduling thread
@@ -177,6 +204,11 @@ def handles(pool: mpgrad.Pool) -> list[Any]:
     return list(scheduler_of(pool).workers.values())
 
 
+def graphs_known(pool: mpgrad.Pool) -> int:
+    """Return of how many graphs the scheduler knows, including those that workers dropped."""
+    return sum(len(worker.graphs) for worker in handles(pool))
+
+
 def lent_slots(pool: mpgrad.Pool) -> int:
     return sum(len(worker.lent_slots) for worker in handles(pool))
 
@@ -206,9 +238,9 @@ def avoided_nodes(pool: mpgrad.Pool) -> set[str]:
     return set(scheduler_of(pool).engine._avoided)
 
 
-def mirrors(pool: mpgrad.Pool) -> list[Any]:
-    """Return the slabs of which agents have copies."""
-    return [slab for agent in agents(pool) for slab in list(agent._slabs.values())]
+def mirrors(pool: mpgrad.Pool) -> list[list[Any]]:
+    """Return for each agent the slabs of which it has copies."""
+    return [list(agent._slabs.values()) for agent in agents(pool)]
 
 
 # --- what is known of functions
@@ -329,13 +361,13 @@ def before_gradients_are_packed(
     """Call `act` with the graph of each backward and with its worker, before its gradients are
     packed for this worker."""
     sender = scheduler_of(pool).gradients
-    pack = sender._pack
+    prepare = sender._prepare
 
-    def pack_late(parts: Any, worker: Any) -> Any:
-        act(sys._getframe(1).f_locals["backward"].graph, worker)
-        return pack(parts, worker)
+    def prepare_late(backward: Any, worker: Any) -> None:
+        act(backward.graph, worker)
+        prepare(backward, worker)
 
-    patch.setattr(sender, "_pack", pack_late)
+    patch.setattr(sender, "_prepare", prepare_late)
 
 
 # --- memory

@@ -24,8 +24,8 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from conftest import PATIENCE, eventually, gone, graphs_in, linux_only, staffed
-from inside import handles
+from conftest import PATIENCE, eventually, gone, linux_only, staffed
+from inside import graphs_known, handles
 
 import mpgrad
 from mpgrad.system import PORTABLE
@@ -385,7 +385,7 @@ def test_many_maps_whose_graphs_are_all_held(fresh_pool: mpgrad.Pool) -> None:
     del results
     gc.collect()
     fresh_pool.map(abs, range(4), 1)
-    eventually(lambda: graphs_in(fresh_pool) == 0)
+    eventually(lambda: graphs_known(fresh_pool) == 0)
 
 
 @pytest.mark.parametrize("with_graphs", [False, True], ids=["values", "graphs"])

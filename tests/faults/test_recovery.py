@@ -28,7 +28,6 @@ from conftest import (
     PATIENCE,
     eventually,
     first_are_quick,
-    graphs_in,
     linux_only,
     replace_all,
     said_by,
@@ -38,6 +37,7 @@ from inside import (
     LIMIT,
     before_gradients_are_packed,
     every_loss_gets,
+    graphs_known,
     handles,
     hung_calls_are_overdue,
     let_it_hear,
@@ -288,7 +288,7 @@ def test_a_worker_that_is_stopped_with_a_sum(fork_server: mpgrad.Pool) -> None:
     xs, stopped = items(8), list[int]()
     with (
         mpgrad.Pool(2, timeout=LIMIT) as pool,
-        hung_calls_are_overdue(pool, lambda: len(stopped)),
+        hung_calls_are_overdue(pool, lambda: len(stopped), stopped.__contains__),
     ):
         results = staffed(pool).map(lambda x: x * weight, xs, 1)
 
@@ -472,20 +472,27 @@ def test_warnings_are_given_once(fresh_pool: mpgrad.Pool) -> None:
 
 
 def test_a_call_that_hangs_once(fork_server: mpgrad.Pool, tmp_path: Path) -> None:
-    begun = tmp_path / "begun"
+    """A busy neighbour is spared."""
+    begun, again = tmp_path / "begun", tmp_path / "again"
 
-    def fn(k: int) -> int:  # needs nothing of this module, whose import in a worker would count
-        if k == 5 and not begun.exists():
-            begun.touch()
-            time.sleep(60)
+    def fn(k: int) -> int:
+        if k == 1 and not begun.exists():
+            begun.write_text(str(os.getpid()))
+            time.sleep(600)
+        if k == 1:
+            again.touch()
+        while k == 0 and not again.exists():
+            time.sleep(1e-3)
         return k * k
 
     with (
-        mpgrad.Pool(1, timeout=LIMIT, timeout_retries=1) as pool,
-        hung_calls_are_overdue(pool, begun.exists),
+        mpgrad.Pool(2, timeout=LIMIT, timeout_retries=1) as pool,
+        hung_calls_are_overdue(pool, begun.exists, lambda pid: begun.read_text() == str(pid)),
     ):
-        assert pool.map(fn, range(12)) == [k * k for k in range(12)]
+        before = workers_of(staffed(pool))
+        assert pool.map(fn, range(12), 1) == [k * k for k in range(12)]
         assert pool.stats().deaths == 1
+        assert set(before) - set(workers_of(pool)) == {int(begun.read_text())}
 
 
 @pytest.mark.slow
@@ -506,8 +513,12 @@ def test_a_call_that_always_hangs(
 
     xs = items(4)
     with (
-        mpgrad.Pool(1, timeout_retries=1) as pool,
-        hung_calls_are_overdue(pool, lambda: len(list(tmp_path.iterdir()))),
+        mpgrad.Pool(2, timeout_retries=1) as pool,
+        hung_calls_are_overdue(
+            pool,
+            lambda: len(list(tmp_path.iterdir())),
+            lambda pid: (tmp_path / f"{pid}").exists(),
+        ),
     ):
         message = (
             rf"item 2 of fn ran longer than the time limit of a call \(60.0 s, phase: {phase}\), "
@@ -552,10 +563,10 @@ def test_without_retries_a_hang_takes_the_graphs_of_its_worker_along(
 def test_a_stopped_worker(fork_server: mpgrad.Pool) -> None:
     stopped: list[int] = []
 
-    def hung() -> bool:
-        return bool(stopped) and pool.stats().calls_left == 1  # the other worker has no more
-
-    with mpgrad.Pool(2, timeout=LIMIT) as pool, hung_calls_are_overdue(pool, hung):
+    with (
+        mpgrad.Pool(2, timeout=LIMIT) as pool,
+        hung_calls_are_overdue(pool, lambda: len(stopped), stopped.__contains__),
+    ):
         staffed(pool)
         victim = workers_of(pool)[0]
         os.kill(victim, signal.SIGSTOP)
@@ -1186,9 +1197,10 @@ def test_graphs_that_were_released_as_they_were_dropped(fork_server: mpgrad.Pool
             later = pool.map_async(lambda x: (time.sleep(0.2), (x * 2).exp())[1], [x])
             del first
             del x
+            eventually(lambda: graphs_known(pool) == 0)  # while the worker runs the other
             later.get()
             del later
-        eventually(lambda: pool.map(abs, [1]) and graphs_in(pool) == 0)
+        eventually(lambda: pool.map(abs, [1]) and graphs_known(pool) == 0)
 
 
 @pytest.mark.slow

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import fractions
 import functools
 import math
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +18,14 @@ import joblib
 import pytest
 import torch
 from conftest import PATIENCE, linux_only, replace_all, staffed
-from inside import LIMIT, handles, hung_calls_are_overdue, in_scheduling_thread
+from inside import (
+    LIMIT,
+    handles,
+    hung_calls_are_overdue,
+    in_scheduling_thread,
+    is_overdue,
+    make_overdue,
+)
 
 import mpgrad
 import mpgrad.joblib
@@ -75,6 +82,31 @@ class Loaded:
 def loaded(function: Callable[..., object], *args: Any) -> Callable[[int], int]:
     function(*args)
     return abs
+
+
+# --- limits that nothing but the pool's own clock can end
+
+
+@pytest.mark.quick
+def test_a_short_limit_of_a_forward_and_of_a_backward(
+    fork_server: mpgrad.Pool, tmp_path: Path
+) -> None:
+    """Nobody wakes the pool's thread. A busy machine may stand still for longer than the limit, so
+    workers may be ended before these calls begin."""
+    x = torch.ones(2, requires_grad=True)
+
+    def backward_hangs() -> Tensor:
+        while True:
+            with contextlib.suppress(mpgrad.CallTimeoutError):
+                (y,) = pool.map(lambda x: HangsBackward.apply(x, tmp_path / "hung", 99), [x])
+                return y.sum()
+
+    with mpgrad.Pool(1, retries=99, timeout=0.2) as pool:
+        with pytest.raises(mpgrad.CallTimeoutError):
+            pool.apply_async(hangs, (tmp_path / "hung",)).get(PATIENCE)
+        with pytest.raises(mpgrad.CallTimeoutError):
+            backward_hangs().backward()
+        assert pool.stats().kills >= 2
 
 
 # --- each operation fails at its first time-out
@@ -374,7 +406,7 @@ def test_calls_that_ended_in_time_while_nobody_looked(
 ) -> None:
     """The pool's thread, after a callback had held it up, killed workers for calls that were done
     long ago."""
-    begun, go, held_up = tmp_path / "begun", tmp_path / "go", threading.Event()
+    begun, go = tmp_path / "begun", tmp_path / "go"
 
     def waits(k: int) -> int:
         begun.touch()
@@ -386,19 +418,19 @@ def test_calls_that_ended_in_time_while_nobody_looked(
         go.touch()
         while not worker.link.has_more():  # until the result is in the pipe
             time.sleep(1e-3)
-        held_up.set()
+        now = time.monotonic()
+        make_overdue(worker, now)
+        looked.append(is_overdue(worker, now))
 
-    with (
-        mpgrad.Pool(1, timeout=LIMIT, retries=0) as pool,
-        hung_calls_are_overdue(pool, held_up.is_set),
-    ):
+    looked: list[bool] = []
+    with mpgrad.Pool(1, timeout=LIMIT, retries=0) as pool:
         result = pool.map_async(waits, [1])
         while not begun.exists():
             time.sleep(1e-3)
         (worker,) = handles(pool)
         in_scheduling_thread(pool, holds_it_up)
         assert result.get(PATIENCE) == [1] and pool.stats().deaths == 0
-        assert worker.termination is None
+        assert worker.termination is None and looked == [True]
 
 
 class Slow(torch.autograd.Function):

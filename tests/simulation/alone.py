@@ -90,6 +90,7 @@ class Operation:
         self.sealed = True
         self.unsorted = self.largest_first = False
         self.deadline = rng.choice((math.inf, math.inf, math.inf, 0.05, 0.3)) * rng.random()
+        self.stops_at_failure = rng.random() < 0.5
         self.is_killed = False
 
     def starts(self, index: int) -> bool:
@@ -368,6 +369,8 @@ class World:
         # when the workers were asked to skip what was cancelled; after a long turn this is later
         self.skipped: dict[Any, float] = {}
         self.operations = [Operation(rng, self.can_kill) for _ in range(rng.randint(1, 5))]
+        # parts that were blamed, because it could not be known which call killed the worker
+        self.may_be_blamed: set[Part] = set()
         # when backwards with this number are cancelled with grace, or operations
         self.cancels: dict[Any, float] = {
             each: rng.choice((0.1, 0.5)) * rng.random()
@@ -386,13 +389,13 @@ class World:
         ends = has_limit or operation in self.cancels
         calls = []
         for index in range(rng.randint(1, rng.choice((6, 60, 120)))):
-            fate = self._fate((90, 5, 1, 0.5, 2, 3), ends)
+            fate = self._fate((90, 5, 1, 0.5, 2, 3, 1), ends)
             calls.append(Part(operation, index, fate, self._seconds(fate, usual)))
         return calls
 
     def _fate(self, weights: tuple[float, ...], ends: bool) -> str:
         """Return what becomes of a part; only those that are ended may hang."""
-        fates = ("runs", "hangs", "dies", "dies unbegun", "is slow", "is late")
+        fates = ("runs", "hangs", "dies", "dies unbegun", "is slow", "is late", "fails")
         fate = self.rng.choices(fates, weights)[0]
         return "runs" if fate == "hangs" and not (ends and self.can_kill) else fate
 
@@ -544,7 +547,7 @@ class World:
             expected = chunk.parts[: len(done)]
             assert done == expected, "a call was taken back, and has run all the same"
             for part in done:
-                self._deliver(part, "a value")
+                self._deliver(part, "an error" if part.fate == "fails" else "a value")
                 if chunk.operation is not None:
                     # A hanging call ends if it is cancelled at the right moment.
                     seconds = min(part.seconds, 2 * TIMEOUT)
@@ -555,6 +558,10 @@ class World:
                 unrun = [call for _, call in chunk.calls]
                 self.queue.put_back(chunk.operation, unrun, self.now)
                 assert all(each.arrived for each in chunk.backwards), "a backward was not run"
+            # Some operations end with their first call that fails.
+            failed = [each.index for each in done if each.outcome == "an error"]
+            if chunk.operation is not None and chunk.operation.stops_at_failure and failed:
+                self._end(chunk.operation, min(failed))
         if worker.gone is None and worker.is_dead:
             worker.record.report()
             self._lose(worker, blames=True)
@@ -564,7 +571,7 @@ class World:
         graph_task = self.rng.choice((1, 2))
         if self.rng.random() > self.backward_share or graph_task in self.cancelled:
             return
-        fate = self._fate((4, 1, 0.2, 0.2, 4, 0), graph_task in self.cancels)
+        fate = self._fate((4, 1, 0.2, 0.2, 4, 0, 0), graph_task in self.cancels)
         backward = Backward(graph_task, fate, self._seconds(fate, self._lengths[0]))
         self.backwards.append(backward)
         worker.backlog.append(backward)
@@ -592,8 +599,9 @@ class World:
             if verdict is not None:
                 accused = verdict.accused
                 if worker.is_garbled or not worker.is_seen:
-                    accused.fate = "dies"
-                assert accused.fate == "dies" or not accused.deaths, "the wrong call is blamed"
+                    self.may_be_blamed.add(accused)
+                may_be_blamed = accused.fate == "dies" or accused in self.may_be_blamed
+                assert may_be_blamed or not accused.deaths, "the wrong call is blamed"
                 late = accused.seconds >= TIMEOUT or accused.outcome or not worker.is_seen
                 assert late or not accused.timeouts, "the wrong call is late"
                 is_suspected = [each.idle_deaths for each in death.chunks[0].parts] != before
@@ -651,11 +659,12 @@ class World:
             if worker.running and worker.running.outcome and self.rng.random() < 0.5:
                 worker.at = self.now + GRACE_PERIOD + 4e-3 * self.rng.random()
 
-    def _end(self, operation: Operation) -> None:
+    def _end(self, operation: Operation, limit: int = 0) -> None:
+        """End the operation: no call from the limit on is needed."""
+        operation.limit = limit
         for call in self.calls:
-            if call.operation is operation and not call.outcome:
+            if call.operation is operation and call.index >= limit and not call.outcome:
                 call.outcome = "cancelled"
-        operation.limit = 0
         self.skipped[operation] = self.now
         for worker in self.workers.values():
             worker.under_way.cancel(operation)
