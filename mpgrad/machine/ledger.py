@@ -93,8 +93,9 @@ class GraphLedger:
 
     def __init__(self) -> None:
         self.states: dict[int, str] = {}
-        # by call, the backward that was sent last of those that leave nothing of the graph
-        self._used_up_by: dict[int, int | None] = {}
+        # by call, the backwards that leave nothing of the graph, in the order in which they were
+        # sent; None for an eager one
+        self._used_up_by: dict[int, tuple[int | None, ...]] = {}
         # bytes that the graphs take in the worker, if this is measured
         self.nbytes = 0
         # calls whose graphs can get no further backward
@@ -112,18 +113,28 @@ class GraphLedger:
         if state is not None:
             self.states[call] = state
 
-    def use_up(self, call: int, graph_task: int) -> None:
-        """Note that a backward is sent that leaves nothing of the graph."""
-        self._used_up_by[call] = graph_task
-        self.handle(call, LAST)
+    def use_up(self, call: int, graph_task: int | None, event: str = LAST) -> None:
+        """Note that a backward is sent that leaves nothing of the graph, or was an eager one."""
+        users = self._used_up_by.get(call, ())
+        if graph_task not in users:
+            self._used_up_by[call] = (*users, graph_task)
+        self.handle(call, event)
 
     def note_unfinished(self, call: int, graph_task: int, event: str) -> None:
         """Note that such a backward has failed, was cancelled or did not begin.
 
-        If another such backward was sent since, that one uses up the graph.
+        If there are others, these use up the graph.
         """
-        if self._used_up_by.get(call) == graph_task:
-            self.handle(call, event)
+        users = self._used_up_by.get(call, ())
+        if graph_task in users:
+            self._used_up_by[call] = tuple(each for each in users if each != graph_task)
+            if users == (graph_task,):
+                self.handle(call, event)
+
+    def is_used_up_for(self, call: int, graph_task: int) -> bool:
+        """Whether this backward is a mistake, because one before it uses up the graph."""
+        first = self._used_up_by.get(call, ())[:1]
+        return self.states.get(call) == CONSUMED and first != (graph_task,)
 
     @property
     def there(self) -> int:
@@ -151,7 +162,7 @@ class GraphLedger:
         """
         before.note_consumed()
         self.states[call] = AFTER[MOVE][before.states.get(call)]
-        self._used_up_by[call] = before._used_up_by.get(call)
+        self._used_up_by[call] = before._used_up_by.get(call, ())
 
     def rebuild(self, call: int, again: bool) -> str | None:
         """Return the state of a graph that must be rebuilt before a backward, or None.
@@ -174,7 +185,8 @@ class GraphLedger:
         """Note the graphs of eager backwards that other threads have reported."""
         while self.consumed:
             call = self.consumed.popleft()
-            self.handle(call, TAKE)
+            if call in self.states:
+                self.use_up(call, None, TAKE)
             self._to_drop.append(call)
 
     def take_dropped(self) -> list[int]:

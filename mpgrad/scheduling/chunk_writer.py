@@ -106,11 +106,11 @@ class ChunkWriter:
             asked = item.asked
             if asked.captures and not item.apart:
                 self._sums.note(item.owner.function, asked.graph_task, asked.levels)
-            is_used_up = self._graphs.states.get(item.call) == CONSUMED and not item.again
-            before = self._before(item.graph, payload, messages, item.again, item.environment)
-            # The backward may be lost with the worker, and sent again. It has not freed a graph
-            # that an earlier backward has used up.
-            item.again, item.sent = not is_used_up, number
+            # A backward that was lost with its worker may have freed the graph itself, unless an
+            # earlier one has used it up.
+            again = item.again and not self._graphs.is_used_up_for(item.call, asked.graph_task)
+            before = self._before(item.graph, payload, messages, again, item.environment)
+            item.again, item.sent = True, number
             item.rebuilt = [step.graph for step in before] if before else ()
             call = self._backward_call(item, payload, before)
             self._note_sent(item)

@@ -12,6 +12,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError
 from typing import Any
 from unittest import mock
 
@@ -305,6 +306,12 @@ def value_of_reply(reply: Any) -> float:
 
 def error_of_reply(reply: Any) -> BaseException:
     return reply.outcome()  # type: ignore[no-any-return]
+
+
+def is_cancelled(reply: Any) -> bool:
+    return bool(reply.arrived and reply.has_failed) and isinstance(
+        error_of_reply(reply), CancelledError
+    )
 
 
 def forget(reply: Any) -> None:

@@ -206,8 +206,8 @@ class World:
         self.lost_nodes = False
         self.calls_per_worker: int | None = None
         self.cancelled_graphs: set[int] = set()  # that a backward was cancelled of
-        # by call, the backwards that were cancelled before they had an outcome
-        self.cancelled_backwards: dict[int, set[int]] = {}
+        # by call, backwards that were to be cancelled, and whether they were
+        self.cancelled_backwards: dict[int, dict[int, Callable[[], bool]]] = {}
         # backwards that leave nothing of a graph, by graph
         self.last_backwards: dict[int, set[int]] = {}
         self.used_up_graphs: set[int] = set()  # by a backward that left nothing
@@ -744,7 +744,8 @@ class SimulatedWorker:
         known = self.graphs.get(of.call)
         if step.consumed:
             others = self.world.last_backwards.get(of.call, set()) - {of.graph_task}
-            others -= self.world.cancelled_backwards.get(of.call, set())
+            cancelled = self.world.cancelled_backwards.get(of.call, {})
+            others -= {each for each, was_cancelled in cancelled.items() if was_cancelled()}
             self.check(
                 known is not None or of.call in self.world.used_up_graphs or bool(others),
                 "a graph is used up that no backward has used up",

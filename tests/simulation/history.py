@@ -568,8 +568,8 @@ class History:
                 if each.graph_task == number:
                     each.is_cancelled = True
                     self.world.cancelled_graphs.add(each.call)
-                    if not each.reply.arrived:
-                        self.world.cancelled_backwards.setdefault(each.call, set()).add(number)
+                    of_call = self.world.cancelled_backwards.setdefault(each.call, {})
+                    of_call[number] = functools.partial(adapter.is_cancelled, each.reply)
             self.scheduler.cancel_backward(number)
 
     # --- cancelled requests

@@ -88,8 +88,19 @@ def test_a_late_answer_does_not_undo_a_later_backward(event: str, state: str) ->
     ledger.use_up(1, graph_task=11)
     ledger.note_unfinished(1, 10, event)
     assert ledger.states[1] == CONSUMED
+    assert not ledger.is_used_up_for(1, 11), "nothing before it is left"
     ledger.note_unfinished(1, 11, event)
     assert ledger.states[1] == state
+
+
+def test_a_backward_that_raises_leaves_the_graph_used_up() -> None:
+    ledger = GraphLedger()
+    ledger.handle(1, KEEP)
+    ledger.use_up(1, graph_task=10)  # it runs
+    ledger.use_up(1, graph_task=11)  # a mistake
+    assert not ledger.is_used_up_for(1, 10) and ledger.is_used_up_for(1, 11)
+    ledger.note_unfinished(1, 11, FAIL)
+    assert ledger.states[1] == CONSUMED
 
 
 def test_the_successor_of_a_worker_knows_which_backward_used_up_a_graph() -> None:
