@@ -13,7 +13,7 @@ looks it up in a module, where a script's objects are not found.
 
 from __future__ import annotations
 
-import contextlib
+import enum
 import sys
 import types
 import uuid
@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mpgrad.environment import PLACE
+from mpgrad.pickling.class_states import contents_in, slots_with_values
 from mpgrad.pickling.modules import at_path, is_users_own
 from mpgrad.pickling.reducers import weakly
 from mpgrad.pickling.streams import set_attributes
@@ -36,6 +37,8 @@ IS_HEAP_TYPE = 1 << 9
 
 def way_of(kind: Any) -> Way | None:
     """Return how objects of a class are reduced, or None if pickle rebuilds them correctly."""
+    if issubclass(kind, enum.Enum):
+        return by_name
     if isinstance(kind.__reduce_ex__, IN_PYTHON) or isinstance(kind.__reduce__, IN_PYTHON):
         return by_own_code
     if type(kind).__module__ == "msgspec._core":
@@ -62,6 +65,14 @@ def fills_itself(kind: Any) -> bool:
     return issubclass(kind, dict | list) and any(
         isinstance(getattr(kind, name, None), IN_PYTHON) for name in names
     )
+
+
+def by_name(pickler: Any, value: Any) -> Any:
+    """Reduce a member of an enumeration to its name, because a copy of its value may not be equal.
+    Flags without a name are reduced to their value."""
+    kind, name = type(value), value._name_
+    named = kind.__members__.get(name) is value
+    return (getattr, (kind, name)) if named else by_own_code(pickler, value)
 
 
 def by_own_code(pickler: Any, value: Any) -> Any:
@@ -116,23 +127,6 @@ def attributes_in(value: object) -> dict[str, Any] | None:
         found: dict[str, Any] = object.__getattribute__(value, "__dict__")
     except AttributeError:  # it has only slots
         return None
-    return found
-
-
-def contents_in(value: object) -> list[Any]:
-    """Return the items of a list or dictionary without running the class's code."""
-    if isinstance(value, list):
-        return [*list.__iter__(value)]
-    return [*dict.items(value)] if isinstance(value, dict) else []
-
-
-def slots_with_values(value: object) -> dict[str, Any]:
-    found = {}
-    for kind in type(value).__mro__:
-        for name, member in vars(kind).items():
-            if isinstance(member, types.MemberDescriptorType):
-                with contextlib.suppress(AttributeError):  # the slot is empty
-                    found[name] = member.__get__(value)
     return found
 
 
