@@ -14,6 +14,7 @@ Assumes: one thread runs calls. Engines in the caller's process have copies of t
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import types
 import weakref
@@ -26,8 +27,10 @@ __all__ = [
     "MADE_BY_PYTHON",
     "ClassStates",
     "attributes_of_members",
+    "contents_in",
     "place_classes",
     "set_members",
+    "slots_with_values",
 ]
 
 ABSENT = object()  # in place of a value that does not exist
@@ -89,7 +92,7 @@ def attributes_of_members(kind: type) -> dict[str, dict[str, Any]]:
     return {
         name: {each: value for each, value in vars(member).items() if not made_by_enum(each)}
         for name, member in members.items()
-        if member.name == name  # otherwise it is an alias
+        if member._name_ == name  # otherwise it is an alias
     }
 
 
@@ -104,6 +107,23 @@ def set_members(kind: type, attributes: Mapping[str, Mapping[str, Any]]) -> None
 def made_by_enum(name: str) -> bool:
     # a `_value_` may be mutable
     return name.startswith("_") and name.endswith("_") and name != "_value_"
+
+
+def contents_in(value: object) -> list[Any]:
+    """Return the items of a list or dictionary without running the class's code."""
+    if isinstance(value, list):
+        return [*list.__iter__(value)]
+    return [*dict.items(value)] if isinstance(value, dict) else []
+
+
+def slots_with_values(value: object) -> dict[str, Any]:
+    found = {}
+    for kind in type(value).__mro__:
+        for name, member in vars(kind).items():
+            if isinstance(member, types.MemberDescriptorType):
+                with contextlib.suppress(AttributeError):  # the slot is empty
+                    found[name] = member.__get__(value)
+    return found
 
 
 BASES = "__bases__"

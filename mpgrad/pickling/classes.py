@@ -45,7 +45,12 @@ from cloudpickle.cloudpickle import _make_function as make_function
 from cloudpickle.cloudpickle import _make_skeleton_class as make_bare_class
 from cloudpickle.cloudpickle import _make_skeleton_enum as make_bare_enum
 
-from mpgrad.pickling.class_states import BASES, MADE_BY_PYTHON
+from mpgrad.pickling.class_states import (
+    BASES,
+    MADE_BY_PYTHON,
+    contents_in,
+    slots_with_values,
+)
 from mpgrad.pickling.modules import (
     AS_IMPORTED,
     PLACED,
@@ -65,12 +70,15 @@ __all__ = [
     "SETS_CLASS",
     "ClassPickler",
     "ClassUnpickler",
+    "class_in_c",
+    "data_of",
     "dumps",
     "dynamic",
     "follow_the_caller",
     "loads",
     "loads_initializer",
     "made_like_own",
+    "made_of",
     "only_carried",
     "reduce_c_type",
 ]
@@ -246,7 +254,7 @@ def make_enum(
     bases: tuple[Any, ...],
     name: str,
     qualname: str,
-    members: dict[str, tuple[Any, Any]],
+    members: dict[str, tuple[Any, ...]],
     module: str,
     tracker_id: str | None,
     made_by: tuple[type[enum.EnumMeta], object],
@@ -274,30 +282,75 @@ def make_enum(
 
 
 def new_member(kind: Any, *parts: Any) -> Any:
-    value, arguments = parts[0] if kind._member_type_ is tuple else parts
-    made = kind._member_type_.__new__(kind, *arguments)
+    value, *data = parts[0] if kind._member_type_ is tuple else parts
+    made = made_of(kind, *data)
     made._value_ = value
     return made
 
 
-def members_of(value: Any) -> dict[str, tuple[Any, Any]]:
+def made_of(
+    kind: type, arguments: Sequence[Any], contents: Sequence[Any], slots: dict[str, Any]
+) -> Any:
+    """Make an object of `data_of` another without the code of its Python classes."""
+    base = class_in_c(kind)
+    made = base.__new__(kind, *arguments)
+    if base.__init__ is not object.__init__:
+        base.__init__(made, *arguments)
+    if issubclass(base, dict):
+        for item in contents:
+            base.__setitem__(made, *item)
+    elif contents:
+        base.extend(made, contents)
+    for name, each in slots.items():
+        object.__setattr__(made, name, each)
+    return made
+
+
+def members_of(value: Any) -> dict[str, tuple[Any, ...]]:
     """Return for each name of an enumeration the arguments of `new_member`."""
-    return {
-        name: (member._value_, arguments_of(value._member_type_, member))
-        for name, member in value.__members__.items()
+    members = value.__members__
+    parts = {
+        name: (member._value_, *data_of(member))
+        for name, member in members.items()
+        if member._name_ == name  # otherwise it is an alias, which needs the same value
     }
+    return {name: parts[member._name_] for name, member in members.items()}
 
 
-def arguments_of(kind: Any, member: object) -> tuple[Any, ...]:
-    """Return what `kind.__new__` needs for a member of an enumeration that extends `kind`."""
-    if kind is object:
-        return ()
-    make, arguments, *_ = kind.__reduce_ex__(member, 2)
-    given: tuple[Any, ...] = arguments[1:] if make is NEW_OBJECT else arguments
-    return given
+def data_of(member: Any) -> tuple[Sequence[Any], Sequence[Any], dict[str, Any]]:
+    """Return the arguments that a member's class in C needs, its contents, and its slots.
+
+    It may be another object if this class is `object` or a container, or has `__getnewargs__`.
+    """
+    base = class_in_c(type(member))
+    slots = {
+        name: each for name, each in slots_with_values(member).items() if not hasattr(base, name)
+    }
+    if base in (object, list, dict):
+        return (), contents_in(member), slots
+    if hasattr(base, "__getnewargs__"):
+        return base.__getnewargs__(member), (), slots
+    if base.__reduce__ is not object.__reduce__:
+        make, arguments, *rest = base.__reduce__(member)
+        if make is type(member) and not (rest and isinstance(rest[0], tuple)):
+            return arguments, [each for items in rest[1:] for each in items or ()], slots
+    return (member._value_,), (), slots
 
 
-NEW_OBJECT = object().__reduce_ex__(2)[0]
+def class_in_c(kind: type) -> Any:
+    """Return the nearest class of the method resolution order that is not written in Python."""
+    return next(
+        owner
+        for owner in kind.__mro__
+        if any(is_c_method(owner, each) for each in vars(owner).values())
+    )
+
+
+def is_c_method(owner: type, member: object) -> bool:
+    return (
+        isinstance(member, types.MethodDescriptorType | types.WrapperDescriptorType)
+        and member.__objclass__ is owner
+    )
 
 
 def boundary_of(kind: type) -> object:
@@ -459,12 +512,16 @@ def made_like_own(
 def is_alike(found: type, make: Callable[..., type], arguments: tuple[Any, ...]) -> bool:
     """Whether the class `found` is like the class that `make(*arguments)` would return."""
     if make is make_enum:
-        bases, _, _, members, *_ = arguments
-        return (
+        bases, _, _, members, *_, made_by = arguments
+        if not (
             issubclass(found, enum.Enum)
             and found.__bases__ == bases
-            and members_of(found) == members
-        )
+            and (type(found), boundary_of(found)) == made_by
+        ):
+            return False
+        with contextlib.suppress(Exception):  # such as two tensors, which have no truth value
+            return bool(members_of(found) == members)
+        return False
     slots, kind, _, bases, *_ = arguments
     return type(found) is kind and found.__bases__ == bases and slots_in(found) == slots
 

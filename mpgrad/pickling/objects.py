@@ -13,7 +13,7 @@ looks it up in a module, where a script's objects are not found.
 
 from __future__ import annotations
 
-import contextlib
+import enum
 import sys
 import types
 import uuid
@@ -21,6 +21,8 @@ from collections.abc import Callable
 from typing import Any
 
 from mpgrad.environment import PLACE
+from mpgrad.pickling.class_states import contents_in, slots_with_values
+from mpgrad.pickling.classes import class_in_c, data_of, made_of
 from mpgrad.pickling.modules import at_path, is_users_own
 from mpgrad.pickling.reducers import weakly
 from mpgrad.pickling.streams import set_attributes
@@ -36,10 +38,14 @@ IS_HEAP_TYPE = 1 << 9
 
 def way_of(kind: Any) -> Way | None:
     """Return how objects of a class are reduced, or None if pickle rebuilds them correctly."""
+    if issubclass(kind, enum.Enum):
+        return by_name
     if isinstance(kind.__reduce_ex__, IN_PYTHON) or isinstance(kind.__reduce__, IN_PYTHON):
         return by_own_code
     if type(kind).__module__ == "msgspec._core":
         return by_fields
+    if needs_arguments(kind):
+        return by_data
     in_c = next(each for each in kind.__mro__ if not each.__flags__ & IS_HEAP_TYPE)
     usual = getattr(object, "__getstate__", None)  # since Python 3.11
     if (
@@ -55,6 +61,26 @@ def way_of(kind: Any) -> Way | None:
     return by_dictionary if issubclass(kind, dict) and kind.__dictoffset__ else None
 
 
+def needs_arguments(kind: Any) -> bool:
+    """Whether `__new__` needs arguments that pickle does not have."""
+    new, base = kind.__new__, class_in_c(kind)
+    has_one = hasattr(base, "__getnewargs__")
+    return (
+        isinstance(new, IN_PYTHON)
+        and (has_one or base in (object, dict, list))
+        and new.__code__.co_argcount - len(new.__defaults__ or ()) > 1 + has_one
+        and not any(
+            isinstance(getattr(kind, name, None), IN_PYTHON)
+            for name in (*OWN_METHODS, "__getstate__")
+        )
+    )
+
+
+def by_data(pickler: Any, value: Any) -> Reduced:
+    own = attributes_in(value) or None
+    return made_of, (type(value), *data_of(value)), own, None, None, set_attributes
+
+
 def fills_itself(kind: Any) -> bool:
     """Whether pickle would run the code of a dictionary's or list's class when it adds the
     items."""
@@ -62,6 +88,14 @@ def fills_itself(kind: Any) -> bool:
     return issubclass(kind, dict | list) and any(
         isinstance(getattr(kind, name, None), IN_PYTHON) for name in names
     )
+
+
+def by_name(pickler: Any, value: Any) -> Any:
+    """Reduce a member of an enumeration to its name, because a copy of its value may not be equal.
+    Flags without a name are reduced to their value."""
+    kind, name = type(value), value._name_
+    named = kind.__members__.get(name) is value
+    return (getattr, (kind, name)) if named else by_own_code(pickler, value)
 
 
 def by_own_code(pickler: Any, value: Any) -> Any:
@@ -116,23 +150,6 @@ def attributes_in(value: object) -> dict[str, Any] | None:
         found: dict[str, Any] = object.__getattribute__(value, "__dict__")
     except AttributeError:  # it has only slots
         return None
-    return found
-
-
-def contents_in(value: object) -> list[Any]:
-    """Return the items of a list or dictionary without running the class's code."""
-    if isinstance(value, list):
-        return [*list.__iter__(value)]
-    return [*dict.items(value)] if isinstance(value, dict) else []
-
-
-def slots_with_values(value: object) -> dict[str, Any]:
-    found = {}
-    for kind in type(value).__mro__:
-        for name, member in vars(kind).items():
-            if isinstance(member, types.MemberDescriptorType):
-                with contextlib.suppress(AttributeError):  # the slot is empty
-                    found[name] = member.__get__(value)
     return found
 
 

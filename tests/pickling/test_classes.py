@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import datetime
+import decimal
 import enum
 import functools
+import importlib
+import ipaddress
+import operator
 import sys
 import typing
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple, TypedDict, TypeVar
 
 import pytest
@@ -508,3 +514,144 @@ def test_typed_dictionaries(pool: mpgrad.Pool) -> None:
 
     given = Settings(rate=2.0)
     assert repr(pool.map(fn, [given])) == repr([fn(given)])
+
+
+class Boxed(list[Any]):
+    __hash__ = object.__hash__
+
+
+class WithSlot(set[Any]):
+    __slots__ = ("largest",)
+
+    def __init__(self, numbers: Any) -> None:
+        super().__init__(numbers)
+        self.largest = max(numbers)
+
+
+class HasOwnWay(int):
+    def __reduce__(self) -> Any:
+        return operator.add, (int(self), 0)
+
+
+class NeedsMore(str):
+    label: str
+
+    def __new__(cls, text: str, label: str) -> Any:
+        made = str.__new__(cls, text)
+        made.label = label
+        return made
+
+
+class NeedsAll:
+    __slots__ = ("label",)
+
+    def __new__(cls, some: str, more: str) -> Any:
+        made = object.__new__(cls)
+        made.label = some + more
+        return made
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.label!r})"
+
+
+BASES: dict[Any, Any] = {
+    NeedsMore: ("a", "b"),
+    NeedsAll: ("a", "b"),
+    dict: {"b": 1, "a": 2},
+    collections.OrderedDict: {"b": 1, "a": 2},
+    collections.Counter: "aab",
+    collections.defaultdict: (int, {"a": 1}),
+    list: [1, 2],
+    Boxed: [1, 2],
+    collections.deque: ([1, 2, 3], 2),
+    set: {1, 2},
+    frozenset: {1, 2},
+    WithSlot: {1, 2},
+    bytearray: b"ab",
+    ipaddress.IPv4Address: "127.0.0.1",
+    ipaddress.IPv4Network: "127.0.0.0/30",
+    decimal.Decimal: "1.5",
+    datetime.datetime: (2020, 1, 2, 3),
+    complex: (1, 2),
+    HasOwnWay: 4,
+    ValueError: ("a", "b"),
+    functools.partial: (operator.add, 1),
+}
+PARTS = "_ip", "network_address", "largest", "maxlen", "default_factory", "args", "func", "label"
+
+
+def test_members_have_the_contents_of_the_class_that_they_extend(pool: mpgrad.Pool) -> None:
+    """Those with containers were empty, and those with slots lost the slots."""
+    kinds: dict[Any, Any] = {
+        base: type(enum.Enum)("Kind", (base, enum.Enum), made_body(base, A=value, B=value))
+        for base, value in BASES.items()
+    }
+
+    def seen(_: object) -> Any:
+        return [
+            (
+                name,
+                each._name_,
+                repr(each._value_),
+                base.__repr__(each).replace("Kind", base.__name__),
+                [str(getattr(each, part, None)) for part in PARTS],
+                [*base.items(each)] if issubclass(base, dict) else None,
+                sorted(base.__iter__(each)) if hasattr(base, "__iter__") else None,
+            )
+            for base, kind in kinds.items()
+            for name, each in kind.__members__.items()
+        ]
+
+    (found,) = pool.map(seen, [0])
+    for there, here in zip(found, seen(0), strict=True):
+        assert there == here
+    members = [each for kind in kinds.values() for each in kind]
+    assert all(a is b for a, b in zip(pool.map(lambda x: x, members), members, strict=True))
+
+
+def made_body(base: Any, **members: Any) -> Any:
+    body = enum.EnumMeta.__prepare__("Kind", (base, enum.Enum))
+    body["__hash__"], body["__module__"] = object.__hash__, __name__
+    for name, each in members.items():
+        body[name] = each
+    return body
+
+
+def test_a_member_arrives_by_its_name(pool: mpgrad.Pool) -> None:
+    """A tensor, a function or a nan is not equal to its copy, so the value finds no member."""
+
+    class Weight(enum.Enum):
+        FULL = torch.ones(2)
+        HALF = functools.partial(torch.mul, 0.5)
+        NONE = float("nan")
+        ALSO_NONE = NONE
+
+    class Edges(enum.Flag):
+        LEFT = 1
+        RIGHT = 2
+
+    def same(given: Any) -> Any:
+        return given is type(given)[given.name], given
+
+    members = [*Weight, *Edges]
+    found = pool.map(same, members)
+    assert all(a and b is each for (a, b), each in zip(found, members, strict=True))
+    assert pool.map(lambda _: list(Weight.__members__), [0]) == [list(Weight.__members__)]
+    assert pool.map(lambda _: len(Weight), [0]) == [3]
+    both = Edges.LEFT | Edges.RIGHT
+    assert pool.map(lambda x: x, [both]) == [both]
+
+
+def test_an_enumeration_of_a_module_with_tensors(
+    pool: mpgrad.Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two tensors were compared as if the result had a truth value."""
+    (tmp_path / "weights_of_mine.py").write_text(
+        "import enum, torch\n"
+        "class Weight(enum.Enum):\n"
+        "    FULL = torch.ones(2)\n"
+        "def use(x): return Weight.FULL.value.sum() * x\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    use = importlib.import_module("weights_of_mine").use
+    assert pool.map(use, [2.0]) == [4.0]
