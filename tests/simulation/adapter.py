@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
@@ -308,10 +309,11 @@ def error_of_reply(reply: Any) -> BaseException:
     return reply.outcome()  # type: ignore[no-any-return]
 
 
-def is_cancelled(reply: Any) -> bool:
-    return bool(reply.arrived and reply.has_failed) and isinstance(
-        error_of_reply(reply), CancelledError
-    )
+def is_cancelled(reference: weakref.ref[Any]) -> bool:
+    """Whether the reply was cancelled; False if nobody holds it any more."""
+    reply = reference()
+    has_failed = reply is not None and reply.arrived and reply.has_failed
+    return has_failed and isinstance(error_of_reply(reply), CancelledError)
 
 
 def forget(reply: Any) -> None:

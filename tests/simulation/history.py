@@ -569,7 +569,9 @@ class History:
                     each.is_cancelled = True
                     self.world.cancelled_graphs.add(each.call)
                     of_call = self.world.cancelled_backwards.setdefault(each.call, {})
-                    of_call[number] = functools.partial(adapter.is_cancelled, each.reply)
+                    of_call[number] = functools.partial(
+                        adapter.is_cancelled, weakref.ref(each.reply)
+                    )
             self.scheduler.cancel_backward(number)
 
     # --- cancelled requests
