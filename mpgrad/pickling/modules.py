@@ -62,7 +62,7 @@ from mpgrad.pickling.initialized import (
 
 if TYPE_CHECKING:
     from mpgrad.pickling.compiled import GlobalsSnapshot
-    from mpgrad.pickling.registrations import Registered
+    from mpgrad.pickling.registrations import RegisteredKind
 
 __all__ = [
     "ABOUT_ITSELF",
@@ -643,8 +643,8 @@ class Namespaces:
     def __init__(self, placement: GlobalsSnapshot | None = None) -> None:
         # copies of the classes that are sent by value, if this process is the caller's
         self.classes: dict[str, type] | None = None if PLACE.in_worker else {}
-        # the copies that are registered with libraries, until no operation has its `Registered`
-        self.registered: dict[type, Registered] = {}
+        # the copies that are registered with libraries, until no operation has its `RegisteredKind`
+        self.registered: dict[type, RegisteredKind] = {}
         self.placement = placement  # if the compiler made some functions
         self.modules: dict[str, CarriedModule] = {}
         # the globals of the main script, if its functions look up names

@@ -2,7 +2,7 @@
 use this module.
 
     caller   registered_for(kind) ──► the class's state ──► register(kind, found)   worker
-                                           copies, in the caller's process: Registered
+                                           copies, in the caller's process: RegisteredKind
 Libraries keep registrations in their own tables. A worker that imports a library does not get
 the caller's entries. Without them `isinstance` would be false there, and `torch.func` would find
 different leaves. To send the entries of another table, add a row to `REGISTRIES`: how to look a
@@ -38,7 +38,7 @@ from mpgrad.torch_state.private import (
     set_pytree_node,
 )
 
-__all__ = ["Accessors", "Registered", "accessors_named", "register", "registered_for"]
+__all__ = ["Accessors", "RegisteredKind", "accessors_named", "register", "registered_for"]
 
 
 class Registry(NamedTuple):
@@ -60,7 +60,7 @@ def register(kind: type, found: dict[str, Any]) -> None:
         REGISTRIES[name].register(kind, each)
 
 
-class Registered:
+class RegisteredKind:
     """Has the tables forget a copy of a class when this object is gone. Otherwise they would keep
     the copy.
 

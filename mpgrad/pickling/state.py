@@ -53,7 +53,7 @@ from mpgrad.pickling.modules import (
     uses_in,
 )
 from mpgrad.pickling.reducers import globals_used, identities, itself, reduce_by_value, weakly
-from mpgrad.pickling.registrations import Registered
+from mpgrad.pickling.registrations import RegisteredKind
 from mpgrad.pickling.streams import (
     Root,
     Streams,
@@ -450,7 +450,9 @@ class SnapshotCache:
 
 STATES = SnapshotCache()
 # the states without tensors that this worker process has loaded
-LOADED: RecentValues[tuple[Namespaces, TensorUnpickler, dict[type, Registered]]] = RecentValues()
+LOADED: RecentValues[tuple[Namespaces, TensorUnpickler, dict[type, RegisteredKind]]] = (
+    RecentValues()
+)
 
 
 # --- the state with a function, with arguments, and alone

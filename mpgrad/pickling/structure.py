@@ -88,7 +88,7 @@ from mpgrad.pickling.reducers import (
     reduce_subclass,
     with_class,
 )
-from mpgrad.pickling.registrations import Accessors, Registered, accessors_named, registered_for
+from mpgrad.pickling.registrations import Accessors, RegisteredKind, accessors_named, registered_for
 from mpgrad.pickling.streams import (
     Root,
     Streams,
@@ -821,7 +821,7 @@ def set_copied(
     with the operations that use it."""
     set_state(made, state)
     if state[1] and made in COPIES and made not in names.registered:
-        names.registered[made] = Registered(made)
+        names.registered[made] = RegisteredKind(made)
 
 
 def memo_of(count: int) -> bytes:

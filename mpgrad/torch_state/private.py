@@ -1021,6 +1021,10 @@ def forget_pytree_node(kind: type) -> None:
         del by_name[known.serialized_type_name]  # classes without a name share an entry
     waiting: Any = getattr(_pytree, "_cxx_pytree_pending_imports", [])
     waiting[:] = [each for each in waiting if each[0][0] is not kind]
+    if "torch.utils._cxx_pytree" in sys.modules:
+        optree: Any = sys.modules["optree"]
+        with contextlib.suppress(ValueError):  # it is not registered there
+            optree.unregister_pytree_node(kind, namespace="torch")
 
 
 def parametrize_again(module: Any, state: dict[str, Any]) -> None:
