@@ -50,7 +50,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from mpgrad.errors import contextmanager
 from mpgrad.pickling.exceptions import find
 from mpgrad.pickling.modules import PLACED, Namespaces, is_of_libraries, make_function
-from mpgrad.pickling.registrations import unregister
 from mpgrad.pickling.state import RecentValues, loads_with_state
 from mpgrad.pickling.streams import Streams
 from mpgrad.pickling.structure import (
@@ -311,8 +310,7 @@ class FunctionTable(dict[int, Function | Failure]):
         known = self.pop(number, None)
         if isinstance(known, Function):
             PLACED.take_back(known.modules)
-            for kind in known.modules.registered:
-                unregister(kind)
+            known.modules.registered.clear()
             if known.modules.placement is not None:
                 known.modules.placement.forget()
             known.code.take_back(known.target)

@@ -62,6 +62,7 @@ from mpgrad.pickling.initialized import (
 
 if TYPE_CHECKING:
     from mpgrad.pickling.compiled import GlobalsSnapshot
+    from mpgrad.pickling.registrations import RegisteredKind
 
 __all__ = [
     "ABOUT_ITSELF",
@@ -642,7 +643,8 @@ class Namespaces:
     def __init__(self, placement: GlobalsSnapshot | None = None) -> None:
         # copies of the classes that are sent by value, if this process is the caller's
         self.classes: dict[str, type] | None = None if PLACE.in_worker else {}
-        self.registered: list[type] = []  # the copies that are registered with libraries
+        # the copies that are registered with libraries, until no operation has its `RegisteredKind`
+        self.registered: dict[type, RegisteredKind] = {}
         self.placement = placement  # if the compiler made some functions
         self.modules: dict[str, CarriedModule] = {}
         # the globals of the main script, if its functions look up names
@@ -660,7 +662,6 @@ class Namespaces:
         view = copy.copy(self)
         view.script, view.ones = dict(self.script), dict(self.ones)
         view.classes = None if self.classes is None else dict(self.classes)
-        view.registered = list(self.registered)
         view.class_states = *self.class_states, ClassStates()
         return view
 

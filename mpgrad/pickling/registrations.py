@@ -2,18 +2,22 @@
 use this module.
 
     caller   registered_for(kind) ──► the class's state ──► register(kind, found)   worker
+                                           copies, in the caller's process: RegisteredKind
 Libraries keep registrations in their own tables. A worker that imports a library does not get
 the caller's entries. Without them `isinstance` would be false there, and `torch.func` would find
 different leaves. To send the entries of another table, add a row to `REGISTRIES`: how to look a
-class up in the caller, and how to register it in a worker.
+class up in the caller, how to register it in a worker, and how to forget a copy of a class.
 
-Guarantees: registrations are only added. Classes of libraries are never registered.
+Guarantees: registrations are only added, and those of a copy last as long as operations use it.
+    Classes of libraries are never registered.
 """
 
 from __future__ import annotations
 
 import abc
 import copyreg
+import functools
+import gc
 import sys
 import types
 import warnings
@@ -25,9 +29,16 @@ import torch
 
 from mpgrad.pickling.class_states import attributes_of_members, set_members
 from mpgrad.pickling.modules import is_users_own
-from mpgrad.torch_state.private import KL_FUNCTIONS, pytree_node, set_pytree_node
+from mpgrad.torch_state.private import (
+    KL_FUNCTIONS,
+    KL_MEMO,
+    forget_pytree_node,
+    pytree_node,
+    remove_safe_globals,
+    set_pytree_node,
+)
 
-__all__ = ["Accessors", "accessors_named", "register", "registered_for", "unregister"]
+__all__ = ["Accessors", "RegisteredKind", "accessors_named", "register", "registered_for"]
 
 
 class Registry(NamedTuple):
@@ -35,6 +46,7 @@ class Registry(NamedTuple):
 
     look: Callable[[type], Any]  # in the caller; returns an entry to pickle, or a false value
     register: Callable[[type, Any], None]  # in the worker
+    forget: Callable[[type], Any]  # nothing, if the table keeps no class alive
 
 
 def registered_for(kind: type) -> dict[str, Any]:
@@ -48,12 +60,24 @@ def register(kind: type, found: dict[str, Any]) -> None:
         REGISTRIES[name].register(kind, each)
 
 
-def unregister(kind: type) -> None:
-    """Forget a copy of a class. Tables without weak references would keep it."""
-    copyreg.dispatch_table.pop(kind, None)
-    set_pytree_node(kind, None)
-    for pair in [pair for pair in KL_FUNCTIONS if kind in pair]:
-        del KL_FUNCTIONS[pair]
+class RegisteredKind:
+    """Has the tables forget a copy of a class when this object is gone. Otherwise they would keep
+    the copy.
+
+    The copy's functions may refer to the modules that they came with. So this object must not be
+    reachable from these.
+    """
+
+    def __init__(self, kind: type) -> None:
+        weakref.finalize(self, forget, kind).atexit = False
+
+
+def forget(kind: type) -> None:
+    for registry in REGISTRIES.values():
+        registry.forget(kind)
+
+
+def nothing(_: type) -> None: ...
 
 
 # --- abstract base classes and single dispatch
@@ -96,15 +120,20 @@ LIBRARIES = LibraryTables()
 def abstract_bases(kind: type) -> list[type]:
     """Return the abstract classes of libraries that the class is registered with."""
     now = abc.get_cache_token(), len(sys.modules)  # each registration or import changes one
-    then, bases = REGISTERED.get(kind, (None, []))
-    if then != now:
-        registries = ((each, abc._get_dump(each)[0]) for each in LIBRARIES.abstract_classes())  # type: ignore[attr-defined]
-        bases = [each for each, found in registries if any(ref() is kind for ref in found)]
-        REGISTERED[kind] = now, bases
-    return bases
+    return [each for each, ref in registered_now(now).get(id(kind), ()) if ref() is kind]
 
 
-REGISTERED: weakref.WeakKeyDictionary[type, tuple[object, list[type]]] = weakref.WeakKeyDictionary()
+@functools.lru_cache(maxsize=1)
+def registered_now(_: object) -> dict[int, list[tuple[type, weakref.ref[type]]]]:
+    """Return the classes that are registered with abstract classes of libraries, by their ids.
+
+    There are hundreds of abstract classes. So this is made once for all classes of a pickle.
+    """
+    found: dict[int, list[tuple[type, weakref.ref[type]]]] = {}
+    for each in LIBRARIES.abstract_classes():
+        for ref in abc._get_dump(each)[0]:  # type: ignore[attr-defined]
+            found.setdefault(id(ref()), []).append((each, ref))
+    return found
 
 
 def register_with_bases(kind: type, bases: list[Any]) -> None:
@@ -124,17 +153,30 @@ def register_implementations(kind: type, found: list[tuple[Any, Any]]) -> None:
         dispatcher.register(kind, implementation)
 
 
+def forget_implementations(kind: type) -> None:
+    for dispatcher, _ in implementations(kind):
+        (table,) = gc.get_referents(dispatcher.registry)  # of which this is a read-only view
+        table.pop(kind, None)
+        dispatcher._clear_cache()
+
+
 # --- PyTorch
 
 
 def divergences(kind: type) -> list[tuple[type, type, Any]]:
     """Return the functions that `torch.distributions.kl.register_kl` registered for the class."""
-    return [(*pair, each) for pair, each in KL_FUNCTIONS.items() if kind in pair]
+    return [(*pair, each) for pair, each in list(KL_FUNCTIONS.items()) if kind in pair]
 
 
 def register_divergences(kind: type, found: list[tuple[type, type, Any]]) -> None:
     for one, other, function in found:
         torch.distributions.register_kl(one, other)(function)  # type: ignore[no-untyped-call]
+
+
+def forget_divergences(kind: type) -> None:
+    for one, other, _ in divergences(kind):
+        KL_FUNCTIONS.pop((one, other), None)
+        KL_MEMO.clear()
 
 
 def is_safe_global(kind: type) -> bool:
@@ -145,14 +187,25 @@ def register_safe_global(kind: type, is_one: bool) -> None:
     torch.serialization.add_safe_globals([kind])
 
 
+def forget_safe_global(kind: type) -> None:
+    if is_safe_global(kind):
+        remove_safe_globals([kind])
+
+
+def forget_reducer(kind: type) -> None:
+    copyreg.dispatch_table.pop(kind, None)
+
+
 REGISTRIES = {
-    "attributes of an enumeration's members": Registry(attributes_of_members, set_members),
-    "abc": Registry(abstract_bases, register_with_bases),
-    "functools.singledispatch": Registry(implementations, register_implementations),
-    "copyreg": Registry(copyreg.dispatch_table.get, copyreg.pickle),
-    "torch.distributions": Registry(divergences, register_divergences),
-    "torch.serialization": Registry(is_safe_global, register_safe_global),
-    "torch.utils._pytree": Registry(pytree_node, set_pytree_node),
+    "attributes of an enumeration's members": Registry(attributes_of_members, set_members, nothing),
+    "abc": Registry(abstract_bases, register_with_bases, nothing),
+    "functools.singledispatch": Registry(
+        implementations, register_implementations, forget_implementations
+    ),
+    "copyreg": Registry(copyreg.dispatch_table.get, copyreg.pickle, forget_reducer),
+    "torch.distributions": Registry(divergences, register_divergences, forget_divergences),
+    "torch.serialization": Registry(is_safe_global, register_safe_global, forget_safe_global),
+    "torch.utils._pytree": Registry(pytree_node, set_pytree_node, forget_pytree_node),
 }
 
 

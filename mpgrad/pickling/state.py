@@ -53,6 +53,7 @@ from mpgrad.pickling.modules import (
     uses_in,
 )
 from mpgrad.pickling.reducers import globals_used, identities, itself, reduce_by_value, weakly
+from mpgrad.pickling.registrations import RegisteredKind
 from mpgrad.pickling.streams import (
     Root,
     Streams,
@@ -449,7 +450,9 @@ class SnapshotCache:
 
 STATES = SnapshotCache()
 # the states without tensors that this worker process has loaded
-LOADED: RecentValues[tuple[Namespaces, TensorUnpickler]] = RecentValues()
+LOADED: RecentValues[tuple[Namespaces, TensorUnpickler, dict[type, RegisteredKind]]] = (
+    RecentValues()
+)
 
 
 # --- the state with a function, with arguments, and alone
@@ -677,12 +680,13 @@ def loads_with_state(
     is_compiled = MARK in pickled or (state is not None and MARK in (state.pickled or b""))
     placement = GlobalsSnapshot() if seen.placement is None and is_compiled else None
     if placement is not None:
-        seen = Namespaces(placement)
+        registered, seen = seen.registered, Namespaces(placement)
+        seen.registered = registered
 
     modules, objects = seen, list[Any]()
     with collector_held(), NOTHING if placement is None else placement.loading():
         if state is not None:
-            modules, loader = loaded(state, captures[own:], seen.placement, found)
+            modules, loader = loaded(state, captures[own:], seen, found)
             memo = loader.memo.copy() if state.shared else {}
             objects = [memo[each] for each in state.shared]
         unpickler = TensorUnpickler(
@@ -694,14 +698,15 @@ def loads_with_state(
 def loaded(
     state: ModulesState,
     tensors: Sequence[torch.Tensor],
-    placement: GlobalsSnapshot | None = None,
-    streams: Streams | None = None,
+    operation: Namespaces,
+    streams: Streams,
 ) -> tuple[Namespaces, TensorUnpickler]:
-    """Return the modules of a state, and the unpickler that made them.
+    """Return the modules of a state for an operation, and the unpickler that made them.
 
     Modules that are already loaded are reused if the state has no tensors, because tensors differ
-    each time, and no copies of classes whose registrations end with their operation.
+    each time.
     """
+    placement, registered = operation.placement, operation.registered
     number, pickled = state.number, state.pickled or b""
     is_kept = not tensors and placement is None
     found = LOADED.get(number) if is_kept else None
@@ -714,10 +719,16 @@ def loaded(
             while stream.tell() < len(pickled):
                 module, name, value = unpickler.load()
                 names.put(module, {name: value})
-        found = names, unpickler
-    if is_kept and not found[0].registered:
+        found = names, unpickler, names.registered
+    names, unpickler, of_state = found
+    registered.update(of_state)
+    # The copies reach their modules. So a kept one must not have what keeps them registered.
+    names.registered = {} if is_kept else registered
+    if is_kept:
         LOADED.put(number, found)
-    return found[0].for_operation(), found[1]
+    view = names.for_operation()
+    view.registered = registered
+    return view, unpickler
 
 
 # --- generators of random numbers in items

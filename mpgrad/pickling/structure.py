@@ -88,7 +88,7 @@ from mpgrad.pickling.reducers import (
     reduce_subclass,
     with_class,
 )
-from mpgrad.pickling.registrations import Accessors, accessors_named, registered_for
+from mpgrad.pickling.registrations import Accessors, RegisteredKind, accessors_named, registered_for
 from mpgrad.pickling.streams import (
     Root,
     Streams,
@@ -818,10 +818,10 @@ def set_copied(
     names: Namespaces, set_state: Callable[[type, Any], Any], made: type, state: Any
 ) -> None:
     """Set the state of a class for workers in the caller's process. Registrations of a copy end
-    with its operation."""
+    with the operations that use it."""
     set_state(made, state)
-    if state[1] and made in COPIES:
-        names.registered.append(made)
+    if state[1] and made in COPIES and made not in names.registered:
+        names.registered[made] = RegisteredKind(made)
 
 
 def memo_of(count: int) -> bytes:

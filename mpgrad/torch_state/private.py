@@ -36,11 +36,14 @@ import torch
 import torch.utils.checkpoint
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._vmap_internals import _vmap
+from torch._weights_only_unpickler import _remove_safe_globals as remove_safe_globals
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.distributions.kl import _KL_MEMOIZE as KL_MEMO
 from torch.distributions.kl import _KL_REGISTRY as KL_FUNCTIONS
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import (
     SUPPORTED_NODES,
@@ -62,6 +65,7 @@ __all__ = [
     "DELAYED_ERRORS",
     "ERROR_NODE",
     "KL_FUNCTIONS",
+    "KL_MEMO",
     "LEAF_NODE",
     "NODE_IN_PYTHON",
     "NOTHING",
@@ -84,6 +88,7 @@ __all__ = [
     "edge_that_keeps",
     "flattened",
     "foreign_modes",
+    "forget_pytree_node",
     "grad_mode",
     "gradients",
     "graph_behind",
@@ -124,6 +129,7 @@ __all__ = [
     "profiler_is_on",
     "pytree_node",
     "refusing_no_grad",
+    "remove_safe_globals",
     "replica_of",
     "run_as_is",
     "saved_tensor_hooks",
@@ -999,13 +1005,26 @@ def pytree_node(kind: type) -> tuple[Any, ...] | None:
     return node and (node.flatten_fn, node.unflatten_fn, node.flatten_with_keys_fn)
 
 
-def set_pytree_node(kind: type, functions: tuple[Any, ...] | None) -> None:
-    """Register the class as a pytree, perhaps with other functions than before. With None,
-    unregister it."""
-    SUPPORTED_NODES.pop(kind, None)  # it refuses to register one again
-    if functions is not None:
-        flatten, unflatten, with_keys = functions
-        register_pytree_node(kind, flatten, unflatten, flatten_with_keys_fn=with_keys)
+def set_pytree_node(kind: type, functions: tuple[Any, ...]) -> None:
+    """Register the class as a pytree, perhaps with other functions than before."""
+    flatten, unflatten, with_keys = functions
+    forget_pytree_node(kind)  # it refuses to register one again
+    register_pytree_node(kind, flatten, unflatten, flatten_with_keys_fn=with_keys)
+
+
+def forget_pytree_node(kind: type) -> None:
+    """Undo `set_pytree_node`, in the tables for serialization and for optree too."""
+    SUPPORTED_NODES.pop(kind, None)
+    known: Any = _pytree.SUPPORTED_SERIALIZED_TYPES.pop(kind, None)
+    by_name: Any = _pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE
+    if known is not None and by_name.get(known.serialized_type_name) is kind:
+        del by_name[known.serialized_type_name]  # classes without a name share an entry
+    waiting: Any = getattr(_pytree, "_cxx_pytree_pending_imports", [])
+    waiting[:] = [each for each in waiting if each[0][0] is not kind]
+    if "torch.utils._cxx_pytree" in sys.modules:
+        optree: Any = sys.modules["optree"]
+        with contextlib.suppress(ValueError):  # it is not registered there
+            optree.unregister_pytree_node(kind, namespace="torch")
 
 
 def parametrize_again(module: Any, state: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections.abc
 import copyreg
 import functools
+import gc
 import importlib
 import numbers
 import pkgutil
@@ -22,6 +23,7 @@ import torch
 from torch.utils import _pytree
 
 import mpgrad
+from mpgrad.pickling import registrations
 
 DEFINITIONS = """
 import collections.abc, copyreg, numbers, pkgutil, torch
@@ -40,6 +42,8 @@ class Odd:
 def flatten(state): return [state.a, state.b], None
 def unflatten(parts, _): return State(*parts)
 def reduce_odd(odd): return Odd, (odd.value + 100,)
+def reduce_state(state): return State, (state.a, state.b)
+def divergence(one, other): return 0.0
 def of_odd(importer, prefix=""): return "odd"
 
 def is_sequence(item): return isinstance(item, collections.abc.Sequence)
@@ -101,6 +105,29 @@ def test_registrations_of_a_kept_state_last(engine: Any, lib: Any) -> None:
     with mpgrad.Pool(1, engine=engine) as pool:
         for _ in range(3):
             assert pool.map(lib.leaves_made, [1.0]) == [[1.0, 1.0]]
+
+
+@pytest.mark.parametrize("engine", ["thread", "inline"])
+def test_tables_forget_copies_of_classes(engine: Any, lib: Any) -> None:
+    """Each operation left one, and loaded the module anew."""
+    collections.abc.Sized.register(lib.State)
+    _pytree.register_pytree_node(lib.State, lib.flatten, lib.unflatten)
+    pkgutil.iter_importer_modules.register(lib.State, lib.of_odd)
+    copyreg.pickle(lib.State, lib.reduce_state)
+    torch.distributions.register_kl(lib.State, lib.State)(lib.divergence)  # type: ignore[no-untyped-call]
+    torch.serialization.add_safe_globals([lib.State])
+    counts = []
+    try:
+        with mpgrad.Pool(1, engine=engine) as pool:
+            for _ in range(10):
+                assert pool.map(lib.leaves_made, [1.0]) == [[1.0, 1.0]]
+                assert pool.map(lib.leaves, [lib.State(1.0, 2.0)]) == [[1.0, 2.0]]
+                gc.collect()
+                counts.append(sum(each.__name__ == "State" for each in object.__subclasses__()))
+    finally:
+        registrations.forget(lib.State)
+    assert counts[-1] <= counts[1], counts  # the modules' states are kept
+    assert registrations.registered_for(lib.State).keys() == {"abc"}
 
 
 def test_another_registration_takes_the_place(pool2: mpgrad.Pool, lib: Any) -> None:
