@@ -77,18 +77,21 @@ NAMES: dict[str, str] = {
     "torch._functorch.pyfunctorch": "temporarily_clear_interpreter_stack",
     "torch._tensor_str": "PRINT_OPTS",
     "torch._vmap_internals": "_vmap",
+    "torch._weights_only_unpickler": "_remove_safe_globals",
     "torch.autograd.Function": "_backward_cls",
     "torch.autograd.Variable": "_execution_engine",
     "torch.autograd.forward_ad": "_current_level _set_fwd_grad_enabled",
     "torch.autograd.function.BackwardCFunction": "_register_hook_dict _set_sequence_nr",
-    "torch.distributions.kl": "_KL_REGISTRY",
+    "torch.distributions.kl": "_KL_MEMOIZE _KL_REGISTRY",
     "torch.nn.Module": "_replicate_for_data_parallel",
     "torch.nn.modules.module": "_global_is_full_backward_hook",
     "torch.nn.utils.parametrize": "_cache_enabled _inject_new_class _inject_property",
     "torch.overrides": "_get_current_function_mode_stack _pop_mode _push_mode",
     "torch.utils._python_dispatch": "TorchDispatchMode _get_current_dispatch_mode_stack",
     "torch.utils._pytree": (
-        "SUPPORTED_NODES keystr register_pytree_node tree_flatten tree_flatten_with_path "
+        "SERIALIZED_TYPE_TO_PYTHON_TYPE SUPPORTED_NODES SUPPORTED_SERIALIZED_TYPES "
+        "_cxx_pytree_pending_imports keystr register_pytree_node tree_flatten "
+        "tree_flatten_with_path "
         "tree_leaves tree_map_only tree_unflatten treespec_pprint"
     ),
 }

@@ -43,10 +43,12 @@ from torch.distributions.kl import _KL_MEMOIZE as KL_MEMO
 from torch.distributions.kl import _KL_REGISTRY as KL_FUNCTIONS
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import (
+    SERIALIZED_TYPE_TO_PYTHON_TYPE,
     SUPPORTED_NODES,
+    SUPPORTED_SERIALIZED_TYPES,
+    _cxx_pytree_pending_imports,
     keystr,
     register_pytree_node,
     tree_flatten,
@@ -1015,11 +1017,11 @@ def set_pytree_node(kind: type, functions: tuple[Any, ...]) -> None:
 def forget_pytree_node(kind: type) -> None:
     """Undo `set_pytree_node`, in the tables for serialization and for optree too."""
     SUPPORTED_NODES.pop(kind, None)
-    known: Any = _pytree.SUPPORTED_SERIALIZED_TYPES.pop(kind, None)
-    by_name: Any = _pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE
+    known: Any = SUPPORTED_SERIALIZED_TYPES.pop(kind, None)
+    by_name: Any = SERIALIZED_TYPE_TO_PYTHON_TYPE
     if known is not None and by_name.get(known.serialized_type_name) is kind:
         del by_name[known.serialized_type_name]  # classes without a name share an entry
-    waiting: Any = getattr(_pytree, "_cxx_pytree_pending_imports", [])
+    waiting: list[Any] = _cxx_pytree_pending_imports
     waiting[:] = [each for each in waiting if each[0][0] is not kind]
     if "torch.utils._cxx_pytree" in sys.modules:
         optree: Any = sys.modules["optree"]

@@ -381,6 +381,7 @@ OF_THE_COMPILER |= {
 }
 BY_STRING = {("torch._C", "_dynamo"), ("frames", "set_code_exec_strategy")}
 NOT_TORCH = {
+    "_clear_cache",  # of functools.singledispatch
     "_args_from_interpreter_flags",
     "_dynamic_function_reduce",
     "_exit",
