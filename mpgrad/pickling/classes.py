@@ -70,15 +70,12 @@ __all__ = [
     "SETS_CLASS",
     "ClassPickler",
     "ClassUnpickler",
-    "class_in_c",
-    "data_of",
     "dumps",
     "dynamic",
     "follow_the_caller",
     "loads",
     "loads_initializer",
     "made_like_own",
-    "made_of",
     "only_carried",
     "reduce_c_type",
 ]
@@ -282,16 +279,8 @@ def make_enum(
 
 
 def new_member(kind: Any, *parts: Any) -> Any:
-    value, *data = parts[0] if kind._member_type_ is tuple else parts
-    made = made_of(kind, *data)
-    made._value_ = value
-    return made
-
-
-def made_of(
-    kind: type, arguments: Sequence[Any], contents: Sequence[Any], slots: dict[str, Any]
-) -> Any:
-    """Make an object of `data_of` another without the code of its Python classes."""
+    """Make a member without the code of Python classes that it extends."""
+    value, arguments, contents, slots = parts[0] if kind._member_type_ is tuple else parts
     base = class_in_c(kind)
     made = base.__new__(kind, *arguments)
     if base.__init__ is not object.__init__:
@@ -303,6 +292,7 @@ def made_of(
         base.extend(made, contents)
     for name, each in slots.items():
         object.__setattr__(made, name, each)
+    made._value_ = value
     return made
 
 
@@ -318,10 +308,7 @@ def members_of(value: Any) -> dict[str, tuple[Any, ...]]:
 
 
 def data_of(member: Any) -> tuple[Sequence[Any], Sequence[Any], dict[str, Any]]:
-    """Return the arguments that a member's class in C needs, its contents, and its slots.
-
-    It may be another object if this class is `object` or a container, or has `__getnewargs__`.
-    """
+    """Return the arguments that the member's class in C needs, its contents, and its slots."""
     base = class_in_c(type(member))
     slots = {
         name: each for name, each in slots_with_values(member).items() if not hasattr(base, name)

@@ -22,7 +22,6 @@ from typing import Any
 
 from mpgrad.environment import PLACE
 from mpgrad.pickling.class_states import contents_in, slots_with_values
-from mpgrad.pickling.classes import class_in_c, data_of, made_of
 from mpgrad.pickling.modules import at_path, is_users_own
 from mpgrad.pickling.reducers import weakly
 from mpgrad.pickling.streams import set_attributes
@@ -44,8 +43,6 @@ def way_of(kind: Any) -> Way | None:
         return by_own_code
     if type(kind).__module__ == "msgspec._core":
         return by_fields
-    if needs_arguments(kind):
-        return by_data
     in_c = next(each for each in kind.__mro__ if not each.__flags__ & IS_HEAP_TYPE)
     usual = getattr(object, "__getstate__", None)  # since Python 3.11
     if (
@@ -59,26 +56,6 @@ def way_of(kind: Any) -> Way | None:
     if any(isinstance(each, IN_PYTHON) for each in asks) or fills_itself(kind):
         return by_parts
     return by_dictionary if issubclass(kind, dict) and kind.__dictoffset__ else None
-
-
-def needs_arguments(kind: Any) -> bool:
-    """Whether `__new__` needs arguments that pickle does not have."""
-    new, base = kind.__new__, class_in_c(kind)
-    has_one = hasattr(base, "__getnewargs__")
-    return (
-        isinstance(new, IN_PYTHON)
-        and (has_one or base in (object, dict, list))
-        and new.__code__.co_argcount - len(new.__defaults__ or ()) > 1 + has_one
-        and not any(
-            isinstance(getattr(kind, name, None), IN_PYTHON)
-            for name in (*OWN_METHODS, "__getstate__")
-        )
-    )
-
-
-def by_data(pickler: Any, value: Any) -> Reduced:
-    own = attributes_in(value) or None
-    return made_of, (type(value), *data_of(value)), own, None, None, set_attributes
 
 
 def fills_itself(kind: Any) -> bool:

@@ -444,32 +444,3 @@ def test_the_modules_are_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
 class Holder:
     def __init__(self, x: torch.Tensor) -> None:
         self.x = x
-
-
-class Label(str):
-    size: float
-
-    def __new__(cls, text: str, size: float) -> Any:
-        made = str.__new__(cls, text)
-        made.size = size
-        return made
-
-
-class Sum:
-    __slots__ = ("total",)
-
-    def __new__(cls, one: Any, other: Any) -> Any:
-        made = object.__new__(cls)
-        made.total = one + other
-        return made
-
-
-@pytest.mark.quick
-def test_objects_that_are_made_of_arguments_that_pickle_does_not_have(pool2: mpgrad.Pool) -> None:
-    """Pickle called `__new__` without them."""
-    x = torch.ones(2, requires_grad=True)
-    label, total = pool2.map(lambda given: given, [Label("a", 2.0), Sum(x, x)])
-    assert type(label) is Label and (label, label.size) == ("a", 2.0)
-    assert type(total) is Sum
-    total.total.sum().backward()
-    assert torch.equal(x.grad, torch.full((2,), 2.0))  # type: ignore[arg-type]
