@@ -629,8 +629,10 @@ class SubmittedOperation(Operation):
         self._tell_dependents()
 
     def _tell_dependents(self) -> None:
+        # They are taken from the end, so that none is lost if one raises.
+        self.dependents.reverse()
         while self.dependents:
-            self.dependents.pop(0)()
+            self.dependents.pop()()
 
 
 # --- outcomes of calls

@@ -125,11 +125,11 @@ class GraphLedger:
 
         If there are others, these use up the graph.
         """
-        users = self._used_up_by.get(call, ())
-        if graph_task in users:
-            self._used_up_by[call] = tuple(each for each in users if each != graph_task)
-            if users == (graph_task,):
-                self.handle(call, event)
+        users = self._used_up_by.pop(call, ())
+        if others := tuple(each for each in users if each != graph_task):
+            self._used_up_by[call] = others
+        else:
+            self.handle(call, event)
 
     def is_used_up_for(self, call: int, graph_task: int) -> bool:
         """Whether this backward is a mistake, because one before it uses up the graph."""

@@ -202,9 +202,12 @@ class CallQueue:
                     and (chunk := self.next_chunk_for(worker, now)) is not None
                 ):
                     yield chunk
-                    # These calls may have to be taken back.
-                    if worker.under_way.has_for_others:
-                        self.look_at = min(self.look_at, now + LONG_CALL)
+                    self.note_sent(worker, now)
+
+    def note_sent(self, worker: AnyWorker, now: float) -> None:
+        """Note that the worker was sent a chunk, whose calls may have to be taken back."""
+        if worker.under_way.has_for_others:
+            self.look_at = min(self.look_at, now + LONG_CALL)
 
     def next_chunk_for(self, worker: AnyWorker, now: float) -> NextChunk | None:
         """Take what this worker gets next, however much it has been sent.

@@ -317,8 +317,10 @@ def data_of(member: Any) -> tuple[Sequence[Any], Sequence[Any], dict[str, Any]]:
         return (), contents_in(member), slots
     if hasattr(base, "__getnewargs__"):
         return base.__getnewargs__(member), (), slots
-    if base.__reduce__ is not object.__reduce__:
-        make, arguments, *rest = base.__reduce__(member)
+    of_array = base.__reduce_ex__ is not object.__reduce_ex__
+    if of_array or base.__reduce__ is not object.__reduce__:
+        reduced = base.__reduce_ex__(member, 2) if of_array else base.__reduce__(member)
+        make, arguments, *rest = reduced
         if make is type(member) and not (rest and isinstance(rest[0], tuple)):
             return arguments, [each for items in rest[1:] for each in items or ()], slots
     return (member._value_,), (), slots

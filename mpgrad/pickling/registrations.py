@@ -130,7 +130,7 @@ def registered_now(_: object) -> dict[int, list[tuple[type, weakref.ref[type]]]]
     There are hundreds of abstract classes. So this is made once for all classes of a pickle.
     """
     found: dict[int, list[tuple[type, weakref.ref[type]]]] = {}
-    for each in LIBRARIES.abstract_classes():
+    for each in list(LIBRARIES.abstract_classes()):
         for ref in abc._get_dump(each)[0]:  # type: ignore[attr-defined]
             found.setdefault(id(ref()), []).append((each, ref))
     return found
@@ -144,7 +144,9 @@ def register_with_bases(kind: type, bases: list[Any]) -> None:
 def implementations(kind: type) -> list[tuple[Any, Any]]:
     """Return the libraries' dispatchers that have a function for the class, and the functions."""
     return [
-        (each, each.registry[kind]) for each in LIBRARIES.dispatchers() if kind in each.registry
+        (each, each.registry[kind])
+        for each in list(LIBRARIES.dispatchers())
+        if kind in each.registry
     ]
 
 

@@ -130,6 +130,7 @@ class Admissions:
         # The worker that has a part of the input runs the call next.
         if is_idle and (chunk := self._queue.next_chunk_for(giver, now)) is not None:
             self._deliveries.send(chunk, now)
+            self._queue.note_sent(giver, now)
 
     def look_at_backward(self, backward: Backward, now: float) -> None:
         """Put the gradients of other backwards into a backward. If one is missing, look again when

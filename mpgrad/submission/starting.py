@@ -112,7 +112,7 @@ class Starter:
         pool, scheduler = self._options, self._scheduler
         seconds = pool.seconds(options.timeout)
         scheduler.life.check_open()
-        if PLACE.importing and (again := PLACE.importing & being_imported()):
+        if pool.traits.is_process and (again := PLACE.importing & being_imported()):
             raise RuntimeError(
                 f"a worker imports the module {min(again)!r}, which calls a pool with workers of "
                 "its own while it is imported; these would import it too, and so on; put the call "

@@ -93,6 +93,16 @@ def test_a_late_answer_does_not_undo_a_later_backward(event: str, state: str) ->
     assert ledger.states[1] == state
 
 
+def test_a_cancelled_backward_that_did_not_begin_leaves_the_graph() -> None:
+    ledger = GraphLedger()
+    ledger.handle(1, KEEP)
+    ledger.use_up(1, graph_task=10)
+    ledger.note_unfinished(1, 10, CANCEL)
+    assert ledger.states[1] == LOST
+    ledger.note_unfinished(1, 10, FAIL)  # the worker says so
+    assert ledger.states[1] == FREED
+
+
 def test_a_backward_that_raises_leaves_the_graph_used_up() -> None:
     ledger = GraphLedger()
     ledger.handle(1, KEEP)
