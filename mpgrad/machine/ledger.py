@@ -34,7 +34,6 @@ __all__ = [
     "FREED",
     "KEEP",
     "LOST",
-    "TAKE",
     "GraphLedger",
     "SumLedger",
 ]
@@ -55,7 +54,7 @@ TO_BE_MADE = {LOST, CONSUMED}
 KEEP = "keep"
 # A backward is sent that does not keep the graph.
 FREE = "free"
-# A backward is sent that leaves nothing of the graph.
+# A backward is sent that leaves nothing of the graph, or the gradients of an eager one were taken.
 LAST = "last"
 # The last backward has failed or did not begin, so the rest of the graph still exists.
 FAIL = "fail"
@@ -64,8 +63,6 @@ CANCEL = "cancel"
 # The worker has dropped the graph, or lacks the graph that a backward needs. The caller may have
 # released it since.
 DROP = "drop"
-# The last backward was an eager one, and its gradients were taken.
-TAKE = "take"
 # A backward needs the graph.
 REBUILD = "rebuild"
 # The same backward needs it again. It may have freed the graph itself, in a worker that died.
@@ -81,7 +78,6 @@ AFTER: dict[str, dict[str | None, str]] = {
     FAIL: {LOST: FREED, CONSUMED: FREED},
     CANCEL: {CONSUMED: LOST},
     DROP: dict.fromkeys((ALIVE, FREED, LOST), LOST),
-    TAKE: dict.fromkeys((ALIVE, FREED, LOST, CONSUMED), CONSUMED),
     REBUILD: dict.fromkeys((None, LOST), ALIVE),
     REBUILD_AGAIN: dict.fromkeys((None, FREED, LOST, CONSUMED), ALIVE),
     MOVE: {**dict.fromkeys((None, ALIVE, FREED, LOST), LOST), CONSUMED: CONSUMED},
@@ -113,12 +109,15 @@ class GraphLedger:
         if state is not None:
             self.states[call] = state
 
-    def use_up(self, call: int, graph_task: int | None, event: str = LAST) -> None:
-        """Note that a backward is sent that leaves nothing of the graph, or was an eager one."""
+    def use_up(self, call: int, graph_task: int | None) -> None:
+        """Note that a backward is sent that leaves nothing of the graph.
+
+        None stands for an eager one, whose gradients were taken.
+        """
         users = self._used_up_by.get(call, ())
         if graph_task not in users:
             self._used_up_by[call] = (*users, graph_task)
-        self.handle(call, event)
+        self.handle(call, LAST)
 
     def note_unfinished(self, call: int, graph_task: int, event: str) -> None:
         """Note that such a backward has failed, was cancelled or did not begin.
@@ -186,7 +185,7 @@ class GraphLedger:
         while self.consumed:
             call = self.consumed.popleft()
             if call in self.states:
-                self.use_up(call, None, TAKE)
+                self.use_up(call, None)
             self._to_drop.append(call)
 
     def take_dropped(self) -> list[int]:
